@@ -1,0 +1,250 @@
+"""The configuration tree: one dataclass a section, one docstring a field (it becomes the command line's help).
+
+Nothing here imports torch.  A field that is `None` is filled from the model preset, the method or another field by
+`megaponder.config.resolve`; after that no field that the run uses is `None`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Optional, Union
+
+Family = Literal["pythia", "llama", "gpt2"]
+
+
+@dataclass
+class ModelConfig:
+    """The backbone: a preset name, and any field of it that should differ."""
+
+    preset: Optional[str] = None
+    """Named shape, for example pythia-410m or llama-1.4b; `megaponder plan --presets` lists them."""
+    family: Optional[Family] = None
+    """Block type: pythia (GPT-NeoX), llama or gpt2."""
+    num_layers: Optional[int] = None
+    """Transformer layers in the stack that a pass runs through."""
+    hidden_size: Optional[int] = None
+    """Width H of the residual stream."""
+    num_heads: Optional[int] = None
+    """Query heads."""
+    num_kv_heads: Optional[int] = None
+    """Key/value heads (grouped-query attention); equal to num_heads unless set."""
+    ffn_size: Optional[int] = None
+    """Width of the MLP."""
+    vocab_size: Optional[int] = None
+    """True vocabulary size; rows that pad it for tensor parallelism never take part in a softmax."""
+    vocab_multiple: int = 128
+    """The embedding table is padded to a multiple of this, whatever the layout, so that checkpoints reshard."""
+    max_positions: Optional[int] = None
+    """Longest sequence: rows of the position table (gpt2), and the limit written into exports."""
+    norm_eps: Optional[float] = None
+    """Epsilon of LayerNorm or RMSNorm."""
+    rotary_fraction: Optional[float] = None
+    """Part of each head that is rotated (pythia 0.25, llama 1.0; ignored by gpt2)."""
+    rotary_base: Optional[float] = None
+    """RoPE theta."""
+    parallel_residual: Optional[bool] = None
+    """x + attn(ln1 x) + mlp(ln2 x) instead of two residual steps (pythia)."""
+    tie_embeddings: Optional[bool] = None
+    """Input embedding and output head share one table."""
+    init: Literal["auto", "normal", "trunc_normal"] = "auto"
+    """Initialisation family; auto takes the published one of backbone and method."""
+    init_std: Optional[float] = None
+    """Standard deviation of matrices and embeddings; auto: 0.02 or 0.01 (normal), sqrt(2/(5H)) (trunc_normal)."""
+    init_output_scale: Union[float, Literal["auto"]] = "auto"
+    """Factor on the std of attention-output and MLP-down matrices; auto takes the published one (often 1/sqrt(2L))."""
+    embedding_scale: Union[float, Literal["auto", "none", "sqrt_h", "sqrt_2.5h"]] = "auto"
+    """Factor c on every token embedding that is looked up; auto takes the method's published one."""
+
+
+@dataclass
+class PonderConfig:
+    """The pondering method and its options."""
+
+    method: str = "vanilla"
+    """Name of the method; `megaponder plan --methods` lists them with their options."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of the method, for example {steps: 3, topk: 0}; unknown ones are refused."""
+
+
+@dataclass
+class DataConfig:
+    """Indexed datasets and how they are mixed."""
+
+    train: list[Union[str, float]] = field(default_factory=list)
+    """Blend for training: `path` or `weight path weight path ...` (path without .bin/.idx).  Weights count sequences."""
+    valid: list[Union[str, float]] = field(default_factory=list)
+    """Blend for validation; empty: the held-out part of `train` given by `split`."""
+    split: str = "969,30,1"
+    """Parts of each dataset's documents for training, validation and test; used when `valid` is empty."""
+    sequence_length: int = 2048
+    """Tokens in a sample."""
+    loss_mask: Literal["plain", "ignore_eod_target", "megatron_eod"] = "ignore_eod_target"
+    """Targets in the loss: all; all but EOD (the papers' rule); all but those whose input is EOD (Megatron's rule)."""
+    eod_id: Optional[int] = None
+    """End-of-document id; taken from the dataset's JSON when absent."""
+    tokenizer: Optional[str] = None
+    """Folder or file of the tokenizer (copied into exports); must match the dataset's fingerprint."""
+    cache: Optional[str] = None
+    """Folder for index caches, shared by ranks and jobs; default: <run>/cache."""
+    shuffle_seed: Optional[int] = None
+    """Seed of the sample order; default: train.seed."""
+
+
+@dataclass
+class ParallelConfig:
+    """The layout.  Data parallel size is world size / (tensor x pipeline)."""
+
+    tensor: int = 1
+    """Tensor-parallel size (TP)."""
+    pipeline: int = 1
+    """Pipeline-parallel size (PP); passes become virtual stages."""
+    sequence: bool = False
+    """Sequence parallelism (SP): norms and residuals sharded over the tensor group."""
+    distributed_optimizer: bool = False
+    """Shard optimizer state over data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Start gradient reduction during backward."""
+    overlap_param_gather: bool = False
+    """Gather parameters during the next forward (needs distributed_optimizer)."""
+    microbatch_group: Optional[int] = None
+    """Micro-batches that run through one pass before the next pass starts (N of the interleaved schedule)."""
+    recompute: Literal["none", "layer"] = "none"
+    """Activation recompute: keep everything, or only the input of each layer."""
+    deallocate_pipeline_outputs: Optional[bool] = None
+    """Free a stage's output once sent; default: on with NCCL, off with gloo (where it corrupts numbers)."""
+    timeout_minutes: float = 10.0
+    """Time after which a collective that has not completed ends the run."""
+
+
+@dataclass
+class PrecisionConfig:
+    """Number formats and kernels."""
+
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Format of parameters and activations; bf16 keeps FP32 master weights, gradients and optimizer state."""
+    fp8: Literal["none", "delayed", "current", "blockwise"] = "none"
+    """FP8 recipe of the linear layers (Transformer Engine, Hopper or newer)."""
+    implementation: Literal["auto", "local", "te"] = "auto"
+    """Layers: PyTorch (local), Transformer Engine (te), or te where it is installed and a GPU is present (auto)."""
+    fused_cross_entropy: bool = False
+    """megatron-core's fused cross entropy; its gradient is rounded to BF16, so it is refused in fp32 runs."""
+    grad_accum_fusion: Union[bool, Literal["auto"]] = "auto"
+    """Fuse gradient accumulation into the GEMM; auto probes for NVIDIA apex's kernel."""
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW."""
+
+    lr: float = 3e-4
+    """Peak learning rate."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled decay of matrices and embeddings; biases and norms are never decayed."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 switches clipping off."""
+
+
+@dataclass
+class ScheduleConfig:
+    """Learning rate over training."""
+
+    kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape after warm-up; wsd stays constant and falls linearly over the last decay_fraction."""
+    warmup_fraction: float = 0.01
+    """Part of the budget spent on linear warm-up."""
+    min_lr_fraction: float = 0.1
+    """Floor as a part of the peak."""
+    decay_fraction: float = 0.1
+    """Length of the final fall of wsd, as a part of the budget."""
+
+
+@dataclass
+class TrainConfig:
+    """Budget, batch and evaluation."""
+
+    steps: Optional[int] = None
+    """Optimizer steps; give this or tokens."""
+    tokens: Optional[int] = None
+    """Token budget; rounded up to whole steps."""
+    global_batch: int = 256
+    """Sequences per optimizer step over all ranks."""
+    micro_batch: int = 1
+    """Sequences that one rank runs at a time."""
+    batch_rampup: Optional[list[int]] = None
+    """[start, increment, sequences]: begin with `start` sequences a step, reach global_batch after `sequences`."""
+    eval_every: int = 1000
+    """Steps between evaluations; 0: only at the end."""
+    eval_batches: int = 10
+    """Global batches in an evaluation; 0 switches evaluation off."""
+    seed: int = 1234
+    """Seed of initialisation, data order and the method's random plan."""
+    deterministic: bool = False
+    """Ask PyTorch for deterministic kernels."""
+
+
+@dataclass
+class CheckpointConfig:
+    """Saving and resuming."""
+
+    every: int = 1000
+    """Steps between checkpoints; 0: only at the end."""
+    keep_last: int = 3
+    """Newest checkpoints that are kept."""
+    keep_every: int = 0
+    """Checkpoints whose step is a multiple of this are kept forever; 0: none."""
+    asynchronous: bool = False
+    """Write in the background while training goes on."""
+    resume: Literal["auto", "never", "must"] = "auto"
+    """Continue from the newest complete checkpoint of the run folder: if there is one, never, or fail without one."""
+    load: Optional[str] = None
+    """Checkpoint folder to start from (weights only) when the run folder has none."""
+
+
+@dataclass
+class LoggingConfig:
+    """What is written while training."""
+
+    every: int = 10
+    """Steps between console lines and metric rows."""
+    tensorboard: bool = True
+    """Write TensorBoard events to <run>/tensorboard."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Weights & Biases mode."""
+    wandb_project: str = "megaponder"
+    """Weights & Biases project."""
+    peak_tflops: Optional[float] = None
+    """Peak TFLOP/s of one device for MFU; default: known GPUs by name, else MFU is not shown."""
+
+
+@dataclass
+class RunConfig:
+    """One run: everything that `megaponder train` needs."""
+
+    run: str = "runs/default"
+    """Run folder: resolved config, checkpoints, metrics."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Backbone."""
+    ponder: PonderConfig = field(default_factory=PonderConfig)
+    """Pondering method."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Datasets."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """Layout."""
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    """Number formats."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Optimizer."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """Learning-rate schedule."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """Budget and batch."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Checkpoints."""
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    """Logging."""

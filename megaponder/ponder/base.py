@@ -1,0 +1,223 @@
+"""The one interface behind which every pondering method lives.
+
+A *pass* is one traversal of the layer stack.  A token takes part in it with one or more *slots* (rows of the sequence,
+token-major: row = token * slots + slot; all slots of a token share its RoPE position).  What pass k sends back to the
+first stage for pass k+1 is its *feedback*; per-row values that every stage must know are *riders*.
+
+    first stage            enter    tokens, feedback of the last pass -> input rows, riders
+    every layer            attend   q, k, v, riders, what this layer kept in the pass before -> output, what it keeps
+    last stage             leave    output rows -> feedback, riders for the next pass
+    last stage, last pass  readout  output rows -> one hidden state a token for the head, auxiliary loss
+
+A method never sees ranks, groups or shards: `EntryTools` and `ExitTools` are given by the engine, by the exporter's
+tests and by the oracles' harness alike.  `carry` is a dict of tensors that stays on its stage between the passes of one
+micro-batch; what is put in is seen by the next pass on the same stage, with its gradient.
+
+Shapes: s rows of this rank (sequence-sharded under sequence parallelism), b micro-batch, H hidden, R riders,
+        h heads of this rank, d head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Callable, ClassVar, Mapping, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megaponder.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One traversal of the stack in a step's plan."""
+
+    index: int
+    """Position in the plan, from 0."""
+    last: bool
+    """Nothing is fed back after this one; its output is read out."""
+    slots: int = 1
+    """Rows per token in this pass."""
+    feedback_slots: int = 1
+    """Rows per token in what this pass sends back (unused in the last pass)."""
+
+
+class EntryTools(Protocol):
+    """What the first stage offers to `enter`."""
+
+    def embed(self, ids_bn: Tensor) -> Tensor:
+        """Token embeddings [s, b, H]: scale * table[ids], plus learned positions for backbones that have them."""
+
+    @property
+    def table(self) -> Tensor: ...
+
+
+class ExitTools(Protocol):
+    """What the last stage offers to `leave` and `readout`."""
+
+    modules: nn.ModuleDict
+
+    def norm(self, h_sbh: Tensor) -> Tensor:
+        """The final norm."""
+
+    def mixture(self, h_sbh: Tensor, topk: int = 0) -> Tensor:
+        """softmax(h Wo^T) (scale * We) over the true vocabulary, or over its `topk` largest; h is final-normed."""
+
+
+class CoreAttention(Protocol):
+    """Softmax attention of q rows over k rows, causal from the bottom right; `key_bias` [k rows, b] adds to the logits."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None = None) -> Tensor: ...
+
+
+@dataclass
+class Flow:
+    """What travels: rows [s, b, H] and, where the method has riders, [s, b, R] beside them."""
+
+    rows: Tensor
+    riders: Tensor | None = None
+
+
+@dataclass
+class Readout:
+    """What the last pass hands to the head."""
+
+    hidden: Tensor
+    """[n rows of this rank, b, H], final-normed: one row a token."""
+    aux: Tensor | None = None
+    """Auxiliary loss: a SUM over this rank's valid tokens; the engine divides by the global token count."""
+    stats: dict[str, Tensor] = field(default_factory=dict)
+    """Sums over this rank's tokens, for metrics; divided by the global token count."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a method may know of the backbone when it is built."""
+
+    family: str
+    num_layers: int
+    hidden_size: int
+
+
+class Method:
+    """Base of all methods; the defaults are those of a plain language model (one pass)."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+
+    @dataclass
+    class Options:
+        """No options."""
+
+    rider_channels: int = 0
+    """R: per-row values that ride with the rows through every stage."""
+    mixes_vocabulary: bool = False
+    """`leave` calls tools.mixture: the last stage then holds a copy of the input table."""
+    keeps_kv: bool = False
+    """`attend` keeps tensors for the next pass."""
+
+    def __init__(self, options: Any, shape: Shape):
+        self.options, self.shape = options, shape
+
+    # --- the plan -----------------------------------------------------------------------------------------------------
+    def passes(self, seed: int, step: int) -> tuple[Pass, ...]:
+        """The passes of a step: a pure function of (seed, step), so that all ranks agree."""
+        return (Pass(0, last=True),)
+
+    # --- published settings that belong to the method -----------------------------------------------------------------
+    def embedding_scale(self) -> float:
+        """Factor on token embeddings where the config says `auto`."""
+        return 1.0
+
+    def initialisation(self) -> tuple[str, float]:
+        """(family, factor on output projections) where the config says `auto`: ('normal', 1.0) or ('trunc_normal', f)."""
+        return "normal", 1.0
+
+    def exit_modules(self) -> dict[str, nn.Module]:
+        """The method's own parameters, on the last stage; replicated over the tensor group."""
+        return {}
+
+    # --- the computation ----------------------------------------------------------------------------------------------
+    def enter(self, p: Pass, ids_bn: Tensor, feedback: Flow | None, carry: dict[str, Tensor], tools: EntryTools) -> Flow:
+        """Rows that enter pass p on the first stage; `feedback` is None in pass 0."""
+        return Flow(tools.embed(ids_bn))
+
+    def attend(
+        self, p: Pass, q: Tensor, k: Tensor, v: Tensor, riders: Tensor | None, kept: tuple[Tensor, ...], core: CoreAttention
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Attention of one layer.
+
+        q [rows, b, h, d], k and v [rows, b, h_kv, d] after RoPE; `riders` [rows, b, R] of the whole sequence; `kept`
+        is what this layer kept in the previous pass (empty in pass 0).  Returns output [rows, b, h, d] and what to keep.
+        """
+        return core(q, k, v), ()
+
+    def leave(self, p: Pass, rows: Tensor, riders: Tensor | None, carry: dict[str, Tensor], tools: ExitTools) -> Flow:
+        """Feedback after pass p on the last stage; `rows` come before the final norm."""
+        raise NotImplementedError(f"{self.name} has one pass: nothing is fed back")
+
+    def readout(self, p: Pass, rows: Tensor, riders: Tensor | None, carry: dict[str, Tensor], tools: ExitTools) -> Readout:
+        """Hidden states for the head, after the last pass on the last stage; `rows` come before the final norm."""
+        return Readout(tools.norm(rows))
+
+    # --- accounting ---------------------------------------------------------------------------------------------------
+    def extra_flops(self, p: Pass, vocab_size: int) -> float:
+        """Forward FLOPs per token that pass p adds to the stack and the head (mixtures, gates), multiply-add = 2."""
+        return 0.0
+
+
+def parse_options(cls: type[Method], values: Mapping[str, Any]) -> Any:
+    """Options of a method from the config's mapping; unknown names and wrong types are ConfigErrors."""
+    known = {f.name: f for f in fields(cls.Options)}  # type: ignore[arg-type]
+    defaults = cls.Options()
+    for name, value in values.items():
+        if name not in known:
+            legal = ", ".join(known) or "none"
+            raise ConfigError(f"ponder.options.{name}", value, f"{cls.name} has no such option", f"its options are: {legal}")
+        want = type(getattr(defaults, name))
+        if type(value) is int and want is float:
+            continue
+        if type(value) is not want:
+            raise ConfigError(
+                f"ponder.options.{name}", value, f"it must be of type {want.__name__}", f"the default is {getattr(defaults, name)!r}"
+            )
+    return cls.Options(**values)
+
+
+_REGISTRY: dict[str, type[Method]] = {}
+
+
+def register(cls: type[Method]) -> type[Method]:
+    """Class decorator: makes a method known by its name."""
+    _REGISTRY[cls.name] = cls
+    return cls
+
+
+def methods() -> dict[str, type[Method]]:
+    """All known methods by name."""
+    import megaponder.ponder.methods  # noqa: F401  registers the shipped ones
+
+    return dict(_REGISTRY)
+
+
+def build_method(name: str, options: Mapping[str, Any], shape: Shape) -> Method:
+    """The method of a config; refuses unknown names and options."""
+    known = methods()
+    if name not in known:
+        raise ConfigError("ponder.method", name, "there is no such method", f"known methods: {', '.join(sorted(known))}")
+    cls = known[name]
+    return cls(parse_options(cls, options), shape)
+
+
+def interleave(stages: list[Tensor]) -> Tensor:
+    """Token-major interleave of k row blocks [s, b, H] -> [s*k, b, H]."""
+    s, b, h = stages[0].shape
+    return torch.stack(stages, dim=1).reshape(s * len(stages), b, h)
+
+
+def slot(rows: Tensor, slots: int, i: int) -> Tensor:
+    """Rows of slot i: [s*slots, b, H] -> [s, b, H]."""
+    return rows.unflatten(0, (-1, slots))[:, i]
+
+
+Hook = Callable[[Tensor], Tensor]
