@@ -1,0 +1,100 @@
+"""megaponder on machines without a GPU: the "cuda" that megatron-core names everywhere is mapped to the CPU.
+
+megatron-core 0.16 writes `device="cuda"`, `torch.cuda.current_device()` and `torch.cuda.FloatTensor` into its schedules,
+optimizers and communication.  `install()` answers these few calls with their CPU counterparts; where a GPU is present it
+does nothing.  Call it before the first `import megatron.core`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_active: _CpuForCuda | None = None
+
+
+class _CpuForCuda(TorchFunctionMode):
+    """Rewrites device arguments in every torch call of this thread."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # megatron-core's optimizers sort parameters by the names of CUDA tensor types
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        device = kwargs.get("device")
+        if isinstance(device, int) or (device is not None and str(device).startswith("cuda")):
+            kwargs["device"] = "cpu"
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return func(*args, **kwargs)
+
+
+class _Stream:
+    """The CPU runs in program order: a stream has nothing to wait for, an event nothing to record."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> _Stream:
+        return self
+
+    wait = wait_stream = wait_event = record = record_event = synchronize = _nothing
+
+    def query(self) -> bool:
+        return True
+
+
+class _Event(_Stream):
+    pass
+
+
+def install() -> bool:
+    """Map "cuda" to the CPU where there is no GPU; returns whether the map is in force.  Safe to call often."""
+    global _active
+    if torch.cuda.is_available():
+        return False
+    if _active is not None:
+        return True
+    # torch._dynamo lists the functions of torch.cuda by identity when it is imported, so it must see the real ones,
+    # and megatron-core decorates small kernels with torch.compile at import, which CPU users should not wait for.
+    from torch import _dynamo
+
+    _dynamo.config.disable = True  # type: ignore[attr-defined]
+    cpu = torch.device("cpu")
+    replacements = {
+        "current_device": lambda: cpu,
+        "device_count": lambda: 1,
+        "set_device": lambda *a, **k: None,
+        "synchronize": lambda *a, **k: None,
+        "empty_cache": lambda *a, **k: None,
+        "current_stream": lambda *a, **k: _Stream(),
+        "default_stream": lambda *a, **k: _Stream(),
+        "stream": lambda s: contextlib.nullcontext(),
+        "is_current_stream_capturing": lambda: False,
+        "get_rng_state": lambda *a, **k: torch.get_rng_state(),
+        "set_rng_state": lambda state, *a, **k: torch.set_rng_state(state),
+        "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
+        "Stream": _Stream,
+        "Event": _Event,
+    }
+    for name, replacement in replacements.items():
+        setattr(torch.cuda, name, replacement)
+    _active = _CpuForCuda()
+    _active.__enter__()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # megatron-core lists the GPU libraries that it does not find
+        from megatron.core.tensor_parallel import random
+
+    random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
+    # its tracker warns when "CUDA" draws move the CPU generator; here they are the same generator
+    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+    return True
