@@ -7,7 +7,7 @@ Nothing here imports torch.  A field that is `None` is filled from the model pre
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, Optional, Union
+from typing import Any, Literal
 
 Family = Literal["pythia", "llama", "gpt2"]
 
@@ -16,43 +16,43 @@ Family = Literal["pythia", "llama", "gpt2"]
 class ModelConfig:
     """The backbone: a preset name, and any field of it that should differ."""
 
-    preset: Optional[str] = None
+    preset: str | None = None
     """Named shape, for example pythia-410m or llama-1.4b; `megaponder plan --presets` lists them."""
-    family: Optional[Family] = None
+    family: Family | None = None
     """Block type: pythia (GPT-NeoX), llama or gpt2."""
-    num_layers: Optional[int] = None
+    num_layers: int | None = None
     """Transformer layers in the stack that a pass runs through."""
-    hidden_size: Optional[int] = None
+    hidden_size: int | None = None
     """Width H of the residual stream."""
-    num_heads: Optional[int] = None
+    num_heads: int | None = None
     """Query heads."""
-    num_kv_heads: Optional[int] = None
+    num_kv_heads: int | None = None
     """Key/value heads (grouped-query attention); equal to num_heads unless set."""
-    ffn_size: Optional[int] = None
+    ffn_size: int | None = None
     """Width of the MLP."""
-    vocab_size: Optional[int] = None
+    vocab_size: int | None = None
     """True vocabulary size; rows that pad it for tensor parallelism never take part in a softmax."""
     vocab_multiple: int = 128
     """The embedding table is padded to a multiple of this, whatever the layout, so that checkpoints reshard."""
-    max_positions: Optional[int] = None
+    max_positions: int | None = None
     """Longest sequence: rows of the position table (gpt2), and the limit written into exports."""
-    norm_eps: Optional[float] = None
+    norm_eps: float | None = None
     """Epsilon of LayerNorm or RMSNorm."""
-    rotary_fraction: Optional[float] = None
+    rotary_fraction: float | None = None
     """Part of each head that is rotated (pythia 0.25, llama 1.0; ignored by gpt2)."""
-    rotary_base: Optional[float] = None
+    rotary_base: float | None = None
     """RoPE theta."""
-    parallel_residual: Optional[bool] = None
+    parallel_residual: bool | None = None
     """x + attn(ln1 x) + mlp(ln2 x) instead of two residual steps (pythia)."""
-    tie_embeddings: Optional[bool] = None
+    tie_embeddings: bool | None = None
     """Input embedding and output head share one table."""
     init: Literal["auto", "normal", "trunc_normal"] = "auto"
     """Initialisation family; auto takes the published one of backbone and method."""
-    init_std: Optional[float] = None
+    init_std: float | None = None
     """Standard deviation of matrices and embeddings; auto: 0.02 or 0.01 (normal), sqrt(2/(5H)) (trunc_normal)."""
-    init_output_scale: Union[float, Literal["auto"]] = "auto"
+    init_output_scale: float | Literal["auto"] = "auto"
     """Factor on the std of attention-output and MLP-down matrices; auto takes the published one (often 1/sqrt(2L))."""
-    embedding_scale: Union[float, Literal["auto", "none", "sqrt_h", "sqrt_2.5h"]] = "auto"
+    embedding_scale: float | Literal["auto", "none", "sqrt_h", "sqrt_2.5h"] = "auto"
     """Factor c on every token embedding that is looked up; auto takes the method's published one."""
 
 
@@ -70,9 +70,9 @@ class PonderConfig:
 class DataConfig:
     """Indexed datasets and how they are mixed."""
 
-    train: list[Union[str, float]] = field(default_factory=list)
-    """Blend for training: `path` or `weight path weight path ...` (path without .bin/.idx).  Weights count sequences."""
-    valid: list[Union[str, float]] = field(default_factory=list)
+    train: list[str | float] = field(default_factory=list)
+    """Blend for training: `path` or `weight path weight path ...` (without .bin/.idx).  Weights count sequences."""
+    valid: list[str | float] = field(default_factory=list)
     """Blend for validation; empty: the held-out part of `train` given by `split`."""
     split: str = "969,30,1"
     """Parts of each dataset's documents for training, validation and test; used when `valid` is empty."""
@@ -80,13 +80,13 @@ class DataConfig:
     """Tokens in a sample."""
     loss_mask: Literal["plain", "ignore_eod_target", "megatron_eod"] = "ignore_eod_target"
     """Targets in the loss: all; all but EOD (the papers' rule); all but those whose input is EOD (Megatron's rule)."""
-    eod_id: Optional[int] = None
+    eod_id: int | None = None
     """End-of-document id; taken from the dataset's JSON when absent."""
-    tokenizer: Optional[str] = None
+    tokenizer: str | None = None
     """Folder or file of the tokenizer (copied into exports); must match the dataset's fingerprint."""
-    cache: Optional[str] = None
+    cache: str | None = None
     """Folder for index caches, shared by ranks and jobs; default: <run>/cache."""
-    shuffle_seed: Optional[int] = None
+    shuffle_seed: int | None = None
     """Seed of the sample order; default: train.seed."""
 
 
@@ -106,11 +106,11 @@ class ParallelConfig:
     """Start gradient reduction during backward."""
     overlap_param_gather: bool = False
     """Gather parameters during the next forward (needs distributed_optimizer)."""
-    microbatch_group: Optional[int] = None
+    microbatch_group: int | None = None
     """Micro-batches that run through one pass before the next pass starts (N of the interleaved schedule)."""
     recompute: Literal["none", "layer"] = "none"
     """Activation recompute: keep everything, or only the input of each layer."""
-    deallocate_pipeline_outputs: Optional[bool] = None
+    deallocate_pipeline_outputs: bool | None = None
     """Free a stage's output once sent; default: on with NCCL, off with gloo (where it corrupts numbers)."""
     timeout_minutes: float = 10.0
     """Time after which a collective that has not completed ends the run."""
@@ -128,7 +128,7 @@ class PrecisionConfig:
     """Layers: PyTorch (local), Transformer Engine (te), or te where it is installed and a GPU is present (auto)."""
     fused_cross_entropy: bool = False
     """megatron-core's fused cross entropy; its gradient is rounded to BF16, so it is refused in fp32 runs."""
-    grad_accum_fusion: Union[bool, Literal["auto"]] = "auto"
+    grad_accum_fusion: bool | Literal["auto"] = "auto"
     """Fuse gradient accumulation into the GEMM; auto probes for NVIDIA apex's kernel."""
 
 
@@ -168,15 +168,15 @@ class ScheduleConfig:
 class TrainConfig:
     """Budget, batch and evaluation."""
 
-    steps: Optional[int] = None
+    steps: int | None = None
     """Optimizer steps; give this or tokens."""
-    tokens: Optional[int] = None
+    tokens: int | None = None
     """Token budget; rounded up to whole steps."""
     global_batch: int = 256
     """Sequences per optimizer step over all ranks."""
     micro_batch: int = 1
     """Sequences that one rank runs at a time."""
-    batch_rampup: Optional[list[int]] = None
+    batch_rampup: list[int] | None = None
     """[start, increment, sequences]: begin with `start` sequences a step, reach global_batch after `sequences`."""
     eval_every: int = 1000
     """Steps between evaluations; 0: only at the end."""
@@ -202,7 +202,7 @@ class CheckpointConfig:
     """Write in the background while training goes on."""
     resume: Literal["auto", "never", "must"] = "auto"
     """Continue from the newest complete checkpoint of the run folder: if there is one, never, or fail without one."""
-    load: Optional[str] = None
+    load: str | None = None
     """Checkpoint folder to start from (weights only) when the run folder has none."""
 
 
@@ -218,7 +218,7 @@ class LoggingConfig:
     """Weights & Biases mode."""
     wandb_project: str = "megaponder"
     """Weights & Biases project."""
-    peak_tflops: Optional[float] = None
+    peak_tflops: float | None = None
     """Peak TFLOP/s of one device for MFU; default: known GPUs by name, else MFU is not shown."""
 
 

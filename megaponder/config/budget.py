@@ -1,0 +1,51 @@
+"""Batch and budget arithmetic: steps, sequences and tokens, with and without a batch ramp-up."""
+
+from __future__ import annotations
+
+from megaponder.config.schema import RunConfig
+
+
+def batch_at(cfg: RunConfig, consumed: int) -> int:
+    """Sequences of the step that begins after `consumed` sequences.
+
+    The ramp-up [start, increment, sequences] goes from `start` to global_batch in equal parts of `sequences`.
+    """
+    full = cfg.train.global_batch
+    if cfg.train.batch_rampup is None:
+        return full
+    start, increment, length = cfg.train.batch_rampup
+    if consumed >= length or start >= full:
+        return full
+    stages = (full - start) // increment  # increments until the full batch
+    return min(full, start + increment * (consumed * stages // length))
+
+
+def sequences_after(cfg: RunConfig, steps: int) -> int:
+    """Sequences consumed by the first `steps` steps."""
+    consumed = done = 0
+    while done < steps and batch_at(cfg, consumed) < cfg.train.global_batch:
+        consumed += batch_at(cfg, consumed)
+        done += 1
+    return consumed + (steps - done) * cfg.train.global_batch
+
+
+def steps_for_tokens(cfg: RunConfig, tokens: int) -> int:
+    """Fewest whole steps that train on at least `tokens` tokens."""
+    wanted = -(-tokens // cfg.data.sequence_length)
+    consumed = steps = 0
+    while consumed < wanted and batch_at(cfg, consumed) < cfg.train.global_batch:
+        consumed += batch_at(cfg, consumed)
+        steps += 1
+    return steps + max(0, -(-(wanted - consumed) // cfg.train.global_batch))
+
+
+def total_tokens(cfg: RunConfig) -> int:
+    """Tokens of the whole run; needs `train.steps` (see `resolve`)."""
+    assert cfg.train.steps is not None
+    return sequences_after(cfg, cfg.train.steps) * cfg.data.sequence_length
+
+
+def padded_vocab(cfg: RunConfig) -> int:
+    """Rows of the embedding table: vocab_size rounded up to a multiple of vocab_multiple."""
+    assert cfg.model.vocab_size is not None
+    return -(-cfg.model.vocab_size // cfg.model.vocab_multiple) * cfg.model.vocab_multiple

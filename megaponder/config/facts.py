@@ -1,0 +1,63 @@
+"""What the rules and the planner may know of a pondering method: plain numbers, so that neither needs PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class PassLike(Protocol):
+    """A pass of a step's plan (`megaponder.ponder.base.Pass`)."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def last(self) -> bool: ...
+    @property
+    def slots(self) -> int: ...
+    @property
+    def feedback_slots(self) -> int: ...
+
+
+class MethodLike(Protocol):
+    """The part of `megaponder.ponder.base.Method` that is plain Python."""
+
+    name: Any
+    rider_channels: int
+    mixes_vocabulary: bool
+    keeps_kv: bool
+
+    def passes(self, seed: int, step: int) -> Sequence[PassLike]: ...
+    def extra_flops(self, p: Any, vocab_size: int) -> float: ...
+
+
+@dataclass(frozen=True)
+class MethodFacts:
+    """A method's demands on the layout."""
+
+    max_passes: int = 1
+    max_slots: int = 1
+    rider_channels: int = 0
+    mixes_vocabulary: bool = False
+    keeps_kv: bool = False
+    varying_passes: bool = False
+    """The number of passes differs between steps."""
+
+
+PLANS_SEEN = 64
+"""Steps whose plans are looked at: enough to meet every count of a method that draws it from a few values."""
+
+
+def facts_of(method: MethodLike, seed: int = 0) -> MethodFacts:
+    """The facts of a built method; its plan is looked at over the first steps of a seed."""
+    plans = [method.passes(seed, step) for step in range(PLANS_SEEN)]
+    counts = {len(plan) for plan in plans}
+    return MethodFacts(
+        max_passes=max(counts),
+        max_slots=max(p.slots for plan in plans for p in plan),
+        rider_channels=method.rider_channels,
+        mixes_vocabulary=method.mixes_vocabulary,
+        keeps_kv=method.keeps_kv,
+        varying_passes=len(counts) > 1,
+    )

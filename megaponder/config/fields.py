@@ -1,0 +1,127 @@
+"""What the configuration tree knows about itself: dotted names, types, defaults and the docstring under each field."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import textwrap
+import types
+import typing
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, Union
+
+from megaponder.config.schema import RunConfig
+
+FREE = "ponder.options"
+"""The one mapping whose keys the schema does not know: the method checks them."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One leaf of the tree."""
+
+    name: str
+    """Dotted, for example train.global_batch."""
+    type: Any
+    default: Any
+    doc: str
+
+
+def _docs(cls: type) -> dict[str, str]:
+    """Docstrings under the attributes of a class; Python keeps them in the source only."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    docs: dict[str, str] = {}
+    for before, after in zip(body.body, body.body[1:], strict=False):
+        if not (isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name)):
+            continue
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
+            docs[before.target.id] = inspect.cleandoc(after.value.value)
+    return docs
+
+
+def _walk(cls: type, prefix: str) -> typing.Iterator[Field]:
+    hints, docs = typing.get_type_hints(cls), _docs(cls)
+    for f in dataclasses.fields(cls):
+        name, kind = prefix + f.name, hints[f.name]
+        if dataclasses.is_dataclass(kind):
+            yield from _walk(typing.cast(type, kind), name + ".")
+            continue
+        default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
+        yield Field(name, kind, default, docs.get(f.name, ""))
+
+
+@lru_cache(maxsize=1)
+def all_fields() -> dict[str, Field]:
+    """Every leaf of RunConfig by its dotted name, in the order of the schema."""
+    return {f.name: f for f in _walk(RunConfig, "")}
+
+
+@lru_cache(maxsize=1)
+def sections() -> dict[str, type]:
+    """Names and classes of the sections."""
+    hints = typing.get_type_hints(RunConfig)
+    return {name: kind for name, kind in hints.items() if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
+
+
+ALIASES = {
+    "learning_rate": "optimizer.lr", "max_lr": "optimizer.lr", "wd": "optimizer.weight_decay",
+    "min_lr": "schedule.min_lr_fraction", "warmup": "schedule.warmup_fraction",
+    "warmup_steps": "schedule.warmup_fraction",
+    "batch_size": "train.global_batch", "global_batch_size": "train.global_batch", "gbs": "train.global_batch",
+    "micro_batch_size": "train.micro_batch", "mbs": "train.micro_batch", "max_steps": "train.steps",
+    "train_iters": "train.steps", "seq_length": "data.sequence_length", "seq_len": "data.sequence_length",
+    "tp": "parallel.tensor", "pp": "parallel.pipeline", "sp": "parallel.sequence", "bf16": "precision.dtype",
+    "layers": "model.num_layers", "num_hidden_layers": "model.num_layers", "heads": "model.num_heads",
+    "intermediate_size": "model.ffn_size", "save_interval": "checkpoint.every", "log_interval": "logging.every",
+}  # fmt: skip
+"""Names that other systems use for our fields."""
+
+
+def nearest(wrong: str, legal: typing.Iterable[str]) -> str | None:
+    """The legal name that looks most like a wrong one.
+
+    Dotted names: the same last part or its alias first, then a like one in the same section, then anywhere.
+    """
+    legal = list(legal)
+    section, dot, tail = wrong.rpartition(".")
+    if ALIASES.get(tail) in legal:
+        return ALIASES[tail]
+    tails = {name.rpartition(".")[2]: name for name in reversed(legal)}
+    if dot:
+        here = {t: f"{section}.{t}" for t in tails if f"{section}.{t}" in legal}
+        for candidates in (here, tails):
+            close = difflib.get_close_matches(tail, list(candidates), n=1, cutoff=0.6)
+            if close:
+                return candidates[close[0]]
+    close = difflib.get_close_matches(wrong, legal, n=1, cutoff=0.6)
+    if close:
+        return close[0]
+    close = difflib.get_close_matches(tail, list(tails), n=1, cutoff=0.6)
+    return tails[close[0]] if close else None
+
+
+def describe_type(kind: Any) -> str:
+    """A type in words: 'an integer', 'one of none, layer', 'a list of text or number'."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return "one of " + ", ".join(str(a) for a in args)
+    if origin in (Union, types.UnionType):
+        names = [describe_type(a) for a in args if a is not type(None)]
+        return " or ".join(names) + (" or null" if type(None) in args else "")
+    if origin is list:
+        return "a list of " + describe_type(args[0]).removeprefix("an ").removeprefix("a ")
+    if origin is dict:
+        return "a mapping"
+    words = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
+    return words.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def accepts(kind: Any, wanted: type) -> bool:
+    """Whether a type is `wanted` or a union that has it."""
+    if typing.get_origin(kind) in (Union, types.UnionType):
+        return any(accepts(a, wanted) for a in typing.get_args(kind))
+    return kind is wanted or typing.get_origin(kind) is wanted

@@ -1,0 +1,137 @@
+"""YAML file + command line -> RunConfig, and back.
+
+pydantic does the typing: it validates the standard dataclasses of the schema strictly and reports each mistake as data
+(place, kind, value), which is what a one-sentence error needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import pydantic
+
+from megaponder.config import yaml_file
+from megaponder.config.fields import FREE, accepts, all_fields, describe_type, nearest, sections
+from megaponder.config.overrides import parse_overrides
+from megaponder.config.schema import RunConfig
+from megaponder.errors import ConfigError
+
+_EXCLUSIVE = {"train.steps": "train.tokens", "train.tokens": "train.steps"}
+_SHAPE = ("num_layers", "hidden_size", "num_heads")
+
+
+def load_config(path: str | os.PathLike[str] | None, overrides: list[str] | None = None) -> RunConfig:
+    """The configuration of a file (or of the defaults) with command-line overrides on top.
+
+    `overrides` are words such as ["--train.steps", "10", "--ponder.options.steps=3"].  A budget on the command line
+    replaces the file's: `--train.steps 10` drops its train.tokens.  ConfigError for the first mistake.
+    """
+    data = yaml_file.read(path) if path is not None else {}
+    if data is None:
+        data = {}
+    if not isinstance(data, Mapping):
+        raise ConfigError(str(path), data, "it must hold sections", f"the sections are: {', '.join(sections())}")
+    data = {k: dict(v) if isinstance(v, Mapping) else v for k, v in data.items()}
+    changes = parse_overrides(overrides or [])
+    _refuse_hidden_preset(data, changes)
+    for name, value in changes.items():
+        other = _EXCLUSIVE.get(name)
+        if other is not None and value is not None and other not in changes:
+            _put(data, other, None)
+        _put(data, name, value)
+    return from_mapping(data)
+
+
+def _refuse_hidden_preset(data: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Fields beat the preset: on a resolved file, a preset from the command line would change nothing."""
+    model = data.get("model")
+    if "model.preset" in changes and isinstance(model, dict) and all(model.get(f) is not None for f in _SHAPE):
+        raise ConfigError(
+            "--model.preset", changes["model.preset"], "the file gives every size itself, which beats a preset",
+            "take those fields out of the file",
+        )  # fmt: skip
+
+
+def _put(data: dict[str, Any], name: str, value: Any) -> None:
+    *parts, last = name.split(".")
+    here = data
+    for part in parts:
+        inner = here.get(part)
+        inner = dict(inner) if isinstance(inner, Mapping) else {}
+        here[part] = inner
+        here = inner
+    here[last] = value
+
+
+@lru_cache(maxsize=1)
+def _adapter() -> pydantic.TypeAdapter[RunConfig]:
+    return pydantic.TypeAdapter(RunConfig)
+
+
+def from_mapping(data: Mapping[str, Any]) -> RunConfig:
+    """RunConfig of nested plain data; ConfigError for unknown names and wrong types."""
+    _refuse_unknown(data)
+    try:
+        # JSON mode is strict about scalars (true is no integer, "3" is no number) and still builds the dataclasses
+        return _adapter().validate_json(pydantic.TypeAdapter(Any).dump_json(data), strict=True)
+    except pydantic.ValidationError as error:
+        raise _as_config_error(error) from None
+
+
+def _refuse_unknown(data: Mapping[str, Any]) -> None:
+    legal = all_fields()
+    for key, value in data.items():
+        if key in sections():
+            if not isinstance(value, Mapping):
+                members = ", ".join(n for n in legal if n.startswith(f"{key}."))
+                raise ConfigError(str(key), value, "this is a section", f"its fields are: {members}")
+            for inner in value:
+                name = f"{key}.{inner}"
+                if name not in legal:
+                    raise _unknown(name, value[inner])
+        elif key not in legal:
+            raise _unknown(str(key), value)
+
+
+def _unknown(name: str, value: Any) -> ConfigError:
+    close = nearest(name, [*all_fields(), *sections()])
+    section = name.partition(".")[0]
+    members = [n for n in all_fields() if n.startswith(section + ".")] or [*sections(), "run"]
+    fix = f"did you mean {close}" if close else f"legal here: {', '.join(members)}"
+    shown = "{...}" if isinstance(value, Mapping) else value
+    return ConfigError(name, shown, "there is no such field", fix)
+
+
+def _as_config_error(error: pydantic.ValidationError) -> ConfigError:
+    first = error.errors()[0]
+    parts = [str(p) for p in first["loc"]]
+    name = next((".".join(parts[:n]) for n in (2, 1) if ".".join(parts[:n]) in all_fields()), ".".join(parts))
+    field, value = all_fields()[name], first["input"]
+    rule = f"it must be {describe_type(field.type)}"
+    if accepts(field.type, int) and isinstance(value, float) and value.is_integer():
+        return ConfigError(name, value, rule, f"write {int(value)}")
+    words = [w for w in rule.replace("it must be ", "").replace("one of ", "").replace(" or ", ", ").split(", ") if w]
+    close = nearest(str(value), words) if isinstance(value, str) else None
+    return ConfigError(name, value, rule, f"write {close}" if close else f"the default is {_show(field.default)}")
+
+
+def _show(value: Any) -> str:
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+
+
+def to_mapping(cfg: RunConfig) -> dict[str, Any]:
+    """Nested plain data of a configuration: the inverse of `from_mapping`."""
+    return dataclasses.asdict(cfg)
+
+
+def dump(cfg: RunConfig, path: str | os.PathLike[str]) -> None:
+    """Write a configuration as YAML, atomically; `load_config(path, [])` gives the same one back."""
+    yaml_file.write(to_mapping(cfg), path)
+
+
+__all__ = ["FREE", "dump", "from_mapping", "load_config", "to_mapping"]

@@ -1,0 +1,73 @@
+"""Command-line overrides: `--section.field value`, `--section.field=value`, lists as several values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megaponder.config import yaml_file
+from megaponder.config.fields import FREE, Field, accepts, all_fields, nearest, sections
+from megaponder.errors import ConfigError
+
+
+def parse_overrides(words: list[str]) -> dict[str, Any]:
+    """Dotted names and values of command-line words.
+
+    Values are YAML, except where the field is text (`--run 2024` is the text "2024").  A list field takes several
+    words (`--data.train 0.3 wiki 0.7 books`) or one YAML list.  ConfigError for an unknown name or a missing value.
+    """
+    found: dict[str, Any] = {}
+    i = 0
+    while i < len(words):
+        word = words[i]
+        if not word.startswith("--"):
+            raise ConfigError("command line", word, "a value without a field", "write --section.field value")
+        name, equals, value = word[2:].partition("=")
+        i += 1
+        values = [value] if equals else []
+        while not equals and i < len(words) and not words[i].startswith("--"):
+            values.append(words[i])
+            i += 1
+        found[name] = _value(name, values)
+    return found
+
+
+def _value(name: str, values: list[str]) -> Any:
+    field = _field(name)
+    option = f"--{name}"
+    if not values:
+        raise ConfigError(option, "", "it needs a value", f"write {option} {_example(field)}")
+    is_list = field is not None and accepts(field.type, list)
+    if len(values) > 1:
+        if not is_list:
+            raise ConfigError(option, " ".join(values), "it takes one value", f"write {option} {values[0]}")
+        return [yaml_file.parse(v, option) for v in values]
+    text = values[0]
+    if field is not None and accepts(field.type, str) and not is_list:
+        if text in ("null", "~"):
+            return None
+        mixed = accepts(field.type, float) or accepts(field.type, bool)
+        return yaml_file.parse(text, option) if mixed else text
+    value = yaml_file.parse(text, option)
+    return [value] if is_list and value is not None and not isinstance(value, list) else value
+
+
+def _field(name: str) -> Field | None:
+    """The field of an option; None for a free option of the method; a ConfigError where there is none."""
+    if name in all_fields():
+        return all_fields()[name]
+    if name.startswith(FREE + "."):
+        return None
+    if name in sections():
+        members = [n for n in all_fields() if n.startswith(name + ".")]
+        raise ConfigError(f"--{name}", "", "this is a section, not a field", f"its fields are: {', '.join(members)}")
+    close = nearest(name, all_fields())
+    fix = f"did you mean --{close}" if close else f"the sections are: {', '.join(sections())}"
+    raise ConfigError(f"--{name}", "", "there is no such field", fix)
+
+
+def _example(field: Field | None) -> str:
+    if field is None:
+        return "VALUE"
+    if accepts(field.type, bool):
+        return "true"
+    return str(field.default) if field.default not in (None, [], {}) else "VALUE"

@@ -1,0 +1,101 @@
+"""Named backbones: the shapes, epsilons and initialisations of the published models.
+
+Sources: the Pythia and GPT-2 model cards' shapes; the Llama shapes of the PonderLM-2 repository (no GQA, head size 64,
+FFN = 43/16 H).  Those Llama configurations ship with rms_norm_eps = 0.1, not the usual 1e-5 or 1e-6.  It was changed
+from 1e-5 after the paper's tables were made, so which of the two gave the published numbers is open; at
+initialisation 0.1 damps every norm (a residual stream of mean square q leaves it with RMS sqrt(q / (q + 0.1))).  The
+presets follow the shipped value; set `model.norm_eps: 1.0e-5` for the other.
+
+`vocab_size` is the published table: all of its rows take part in the papers' softmax, and the pause token of the
+Pause method is one of the rows that the GPT-NeoX tokenizer (50277 entries) does not use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+from megaponder.config.fields import nearest
+from megaponder.config.schema import Family
+from megaponder.errors import ConfigError
+
+LLAMA_EPS = 0.1
+"""RMSNorm epsilon of the shipped pondering Llama configurations."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Values of ModelConfig that a name stands for."""
+
+    family: Family
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    ffn_size: int
+    vocab_size: int
+    max_positions: int
+    norm_eps: float
+    rotary_fraction: float
+    rotary_base: float
+    parallel_residual: bool
+    tie_embeddings: bool
+    normal_std: float
+    """Standard deviation where the initialisation is `normal` (the papers' initializer_range)."""
+
+
+def _pythia(layers: int, hidden: int, heads: int, std: float) -> Preset:
+    return Preset("pythia", layers, hidden, heads, 4 * hidden, 50304, 2048, 1e-5, 0.25, 1e4, True, False, std)
+
+
+def _llama(layers: int, hidden: int, heads: int, ffn: int, std: float) -> Preset:
+    return Preset("llama", layers, hidden, heads, ffn, 50304, 2048, LLAMA_EPS, 1.0, 1e4, False, False, std)
+
+
+def _gpt2(layers: int, hidden: int, heads: int) -> Preset:
+    return Preset("gpt2", layers, hidden, heads, 4 * hidden, 50257, 1024, 1e-5, 1.0, 1e4, False, True, 0.02)
+
+
+PRESETS: dict[str, Preset] = {
+    "pythia-70m": _pythia(6, 512, 8, 0.02),
+    "pythia-160m": _pythia(12, 768, 12, 0.02),
+    "pythia-410m": _pythia(24, 1024, 16, 0.02),
+    "pythia-1b": _pythia(16, 2048, 8, 0.01),
+    "pythia-1.4b": _pythia(24, 2048, 16, 0.01),
+    "pythia-2.8b": _pythia(32, 2560, 32, 0.01),
+    "llama-125m": _llama(12, 768, 12, 2064, 0.02),
+    "llama-410m": _llama(24, 1024, 16, 2752, 0.02),
+    "llama-410m-x2depth": _llama(48, 1024, 16, 2752, 0.02),
+    "llama-834m": _llama(24, 1536, 24, 4128, 0.01),
+    "llama-1.4b": _llama(24, 2048, 32, 5504, 0.01),
+    "llama-2.8b": _llama(48, 2048, 32, 5504, 0.01),
+    "gpt2-small": _gpt2(12, 768, 12),
+    "gpt2-medium": _gpt2(24, 1024, 16),
+    "gpt2-large": _gpt2(36, 1280, 20),
+    "gpt2-xl": _gpt2(48, 1600, 25),
+    # for tests and first tries: odd where the published shapes are round
+    "pythia-tiny": Preset("pythia", 2, 32, 4, 128, 96, 64, 1e-5, 0.25, 1e4, True, False, 0.02),
+    "llama-tiny": Preset("llama", 2, 32, 4, 88, 96, 64, LLAMA_EPS, 1.0, 1e4, False, False, 0.02),
+    "gpt2-tiny": Preset("gpt2", 2, 32, 4, 128, 96, 64, 1e-5, 1.0, 1e4, False, True, 0.02),
+}
+
+NORMAL_STD = 0.02
+"""Standard deviation of `normal` for shapes without a preset."""
+
+
+def find_preset(name: str) -> Preset:
+    """The preset of a name; ConfigError with the nearest name."""
+    if name not in PRESETS:
+        close = nearest(name, PRESETS)
+        fix = f"did you mean {close}" if close else f"known: {', '.join(PRESETS)}"
+        raise ConfigError("model.preset", name, "there is no such preset", fix)
+    return PRESETS[name]
+
+
+def default_ffn(family: Family, hidden_size: int) -> int:
+    """MLP width of a family: 4H, and for llama 43/16 H rounded up to a multiple of 16 (the published ratio)."""
+    if family != "llama":
+        return 4 * hidden_size
+    return -(-hidden_size * 43 // 256) * 16
+
+
+FAMILIES: tuple[str, ...] = get_args(Family)

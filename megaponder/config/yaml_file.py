@@ -1,0 +1,96 @@
+"""YAML 1.2 in and out: `off` is text, 3e-4 is a number, a key given twice is an error, files appear whole or not."""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+from ruamel.yaml.representer import SafeRepresenter
+
+from megaponder.config.fields import nearest
+from megaponder.errors import ConfigError
+
+
+def parse(text: str, name: str) -> Any:
+    """The value of a YAML text; `name` is the file or option that it came from, for the error."""
+    try:
+        return YAML(typ="safe", pure=True).load(text)
+    except YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        problem = " ".join(str(getattr(error, "problem", None) or error).split())
+        rule = f"not YAML ({where}{problem})"
+        raise ConfigError(name, _excerpt(text, mark), rule, "write `key: value` lines") from None
+
+
+def _excerpt(text: str, mark: Any) -> str:
+    lines = text.splitlines() or [""]
+    return lines[min(mark.line, len(lines) - 1)].strip() if mark else lines[0]
+
+
+def read(path: str | os.PathLike[str]) -> Any:
+    """The value of a YAML file; ConfigError if it is absent, unreadable or not YAML."""
+    path = Path(path)
+    try:
+        return parse(path.read_text(encoding="utf-8"), str(path))
+    except FileNotFoundError:
+        folder = path.parent
+        there = sorted(p.name for p in folder.iterdir() if p.suffix in (".yaml", ".yml")) if folder.is_dir() else []
+        close = nearest(path.name, there)
+        fix = f"did you mean {folder / close}?" if close else f"{folder} has {', '.join(there[:8]) or 'no YAML file'}"
+        raise ConfigError("configuration file", str(path), "there is no such file", fix.rstrip("?")) from None
+    except IsADirectoryError:
+        raise ConfigError(
+            "configuration file", str(path), "this is a folder", f"name a file, for example {path / 'config.yaml'}"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("configuration file", str(path), f"it cannot be read ({error})", "check it") from None
+
+
+class _Representer(SafeRepresenter):
+    """Lists on one line, without touching the library's own class."""
+
+
+_Representer.add_representer(
+    list, lambda r, items: r.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=True)
+)
+
+
+def to_text(value: Any) -> str:
+    """YAML of plain data."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Representer = _Representer
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]  # keys in the schema's order
+    yaml.default_flow_style = False
+    yaml.width = 110
+    out = io.StringIO()
+    yaml.dump(value, out)
+    return out.getvalue()
+
+
+def write(value: Any, path: str | os.PathLike[str]) -> None:
+    """Write plain data as YAML; readers see the old file or the new one, never a part, also after a crash."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(to_text(value))
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
