@@ -1,0 +1,108 @@
+"""Names, sizes and checksums of a checkpoint's files: what "complete" means, and how damage is found.
+
+Every rank that writes data adds a part (`manifest-part-<rank>.json`) from the process that wrote it, so that checksums
+cost the training loop nothing; the publisher merges the parts into `manifest.json` and adds the small files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+_PART = "manifest-part-"
+_BLOCK = 1 << 24
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file's bytes."""
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def describe(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int]]:
+    """Size and checksum of files by name."""
+    return {name: {"bytes": (folder / name).stat().st_size, "crc32": checksum(folder / name)} for name in names}
+
+
+def write_part(folder: Path, rank: int, names: Iterable[str]) -> None:
+    """Record the files that a rank has written; called in the process that wrote them."""
+    write_json(folder / f"{_PART}{rank}.json", describe(folder, names))
+
+
+def seal(folder: Path) -> None:
+    """Merge all parts, add every other file, write the manifest and bring all of it to the disk."""
+    files: dict[str, dict[str, int]] = {}
+    for part in sorted(folder.glob(f"{_PART}*.json")):
+        files |= json.loads(part.read_text())
+        part.unlink()
+    files |= describe(folder, (p.name for p in folder.iterdir() if p.name not in files and p.name != MANIFEST))
+    for name in files:
+        sync(folder / name)
+    write_json(folder / MANIFEST, {"files": dict(sorted(files.items()))})
+    sync(folder)
+
+
+def damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
+    """Why this checkpoint may not be used, as words that follow "because"; None if it is complete and whole.
+
+    Sizes of all files are compared; checksums only of this part's share of the bytes, so that ranks can divide the
+    reading among them.
+    """
+    try:
+        files: dict[str, dict[str, int]] = json.loads((folder / MANIFEST).read_text())["files"]
+    except FileNotFoundError:
+        return f"it has no {MANIFEST}"
+    except (ValueError, KeyError, OSError) as error:
+        return f"its {MANIFEST} cannot be read ({error})"
+    for name, want in files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if (size := path.stat().st_size) != want["bytes"]:
+            return f"{name} has {size} bytes instead of {want['bytes']}"
+    for name in _share(files, part, parts):
+        try:
+            if checksum(folder / name) != files[name]["crc32"]:
+                return f"{name} has changed since it was written (its CRC-32 differs)"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+    return None
+
+
+def size(folder: Path) -> int:
+    """Bytes of all files in the manifest."""
+    return sum(f["bytes"] for f in json.loads((folder / MANIFEST).read_text())["files"].values())
+
+
+def _share(files: dict[str, dict[str, int]], part: int, parts: int) -> list[str]:
+    """The files of one part, by size so that every part reads about as many bytes."""
+    order = sorted(files, key=lambda name: (-files[name]["bytes"], name))
+    return order[part::parts]
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON under a temporary name, bring it to the disk, rename."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w") as file:
+        json.dump(value, file, indent=1)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def sync(path: Path) -> None:
+    """fsync of a file or a folder."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,52 @@
+"""What a checkpoint's `state.json` says: where the run was, in numbers that do not depend on the layout."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from megaponder.checkpoint import manifest
+
+STATE = "state.json"
+CONFIG = "config.yaml"
+
+
+@dataclass
+class TrainState:
+    """Position of a run, written into every checkpoint."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    sequences: int = 0
+    """Sequences consumed by all ranks together: the data position, whatever the layout."""
+    tokens: int = 0
+    """Tokens in these sequences."""
+
+
+@dataclass
+class Contents:
+    """How the tensors of a checkpoint were written."""
+
+    masters: bool
+    """FP32 master weights are stored beside BF16 parameters."""
+    layout: dict[str, int] = field(default_factory=dict)
+    """tensor, pipeline and data: the sizes of the run that saved (random states belong to them)."""
+    optimizer: bool = True
+    """Moments are stored."""
+
+
+def save_state(folder: Path, state: TrainState, contents: Contents) -> None:
+    """Write `state.json`."""
+    manifest.write_json(folder / STATE, {**asdict(state), "contents": asdict(contents)})
+
+
+def load_state(folder: Path) -> tuple[TrainState, Contents]:
+    """Read `state.json`; unknown keys of later versions are ignored."""
+    values: dict[str, Any] = json.loads((folder / STATE).read_text())
+    return _build(TrainState, values), _build(Contents, values["contents"])
+
+
+def _build(cls: type, values: dict[str, Any]) -> Any:
+    return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})

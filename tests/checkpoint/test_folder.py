@@ -1,0 +1,158 @@
+"""Publication, damage, choice and retention on plain files: no torch, no ranks."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaponder.checkpoint import folder, manifest
+from megaponder.checkpoint.choose import choose, locate
+from megaponder.checkpoint.state import Contents, TrainState, load_state, save_state
+from megaponder.errors import UserError
+
+
+def save(root: Path, step: int, size: int = 1000) -> Path:
+    path = folder.begin(root, step)
+    for rank in range(2):
+        (path / f"__{rank}_0.distcp").write_bytes(bytes([step % 256, rank]) * size)
+        manifest.write_part(path, rank, [f"__{rank}_0.distcp"])
+    save_state(path, TrainState(step, 4 * step, 40 * step), Contents(False, {"tensor": 2}))
+    return folder.publish(root, step)
+
+
+def test_a_published_checkpoint_is_whole_and_says_where_it_was(tmp_path):
+    path = save(tmp_path, 7)
+    assert path.name == "step_00000007" and manifest.damage(path) is None
+    assert load_state(path) == (TrainState(7, 28, 280), Contents(False, {"tensor": 2}))
+    assert not list(path.glob("manifest-part-*"))
+    names = set(json.loads((path / "manifest.json").read_text())["files"])
+    assert names == {"__0_0.distcp", "__1_0.distcp", "state.json"}
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path / "__1_0.distcp", 1999)
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray((path / "__0_0.distcp").read_bytes())
+    data[1234] ^= 4
+    (path / "__0_0.distcp").write_bytes(data)
+
+
+def lose_a_file(path: Path) -> None:
+    (path / "__1_0.distcp").unlink()
+
+
+def lose_the_manifest(path: Path) -> None:
+    (path / "manifest.json").unlink()
+
+
+def spoil_the_manifest(path: Path) -> None:
+    (path / "manifest.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (truncate, "__1_0.distcp has 1999 bytes instead of 2000"),
+        (flip_a_bit, "__0_0.distcp has changed"),
+        (lose_a_file, "__1_0.distcp is missing"),
+        (lose_the_manifest, "no manifest.json"),
+        (spoil_the_manifest, "manifest.json cannot be read"),
+    ],
+)
+def test_damage_is_named_and_the_older_checkpoint_taken(tmp_path, harm, words):
+    old, new = save(tmp_path, 1), save(tmp_path, 2)
+    harm(new)
+    choice = choose(tmp_path)
+    assert choice.path == old and len(choice.skipped) == 1 and choice.skipped[0][0] == new
+    assert words in choice.skipped[0][1]
+    assert any("step_00000002" in s and words in s for s in choice.sentences())
+    with pytest.raises(UserError, match="step_00000002"):
+        locate(new)
+    assert locate(tmp_path) == old
+
+
+def test_ranks_that_divide_the_reading_find_every_flip(tmp_path):
+    path = save(tmp_path, 3)
+    flip_a_bit(path)
+    reasons = [manifest.damage(path, part, 3) for part in range(3)]
+    assert sum(r is not None for r in reasons) == 1
+
+
+def test_half_written_folders_are_never_chosen_and_are_swept(tmp_path):
+    old = save(tmp_path, 1)
+    folder.begin(tmp_path, 2)
+    assert choose(tmp_path).path == old and choose(tmp_path).skipped == ()
+    assert [p.name for p in folder.sweep(tmp_path)] == [".step_00000002.tmp"]
+    assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
+
+
+def test_a_damaged_checkpoint_is_replaced_when_the_run_passes_it_again(tmp_path):
+    flip_a_bit(save(tmp_path, 1))
+    assert manifest.damage(save(tmp_path, 1)) is None
+    assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
+
+
+def test_locate_explains_itself(tmp_path):
+    with pytest.raises(UserError, match="There is no checkpoint or run folder"):
+        locate(tmp_path / "nothing")
+    with pytest.raises(UserError, match="holds no whole checkpoint"):
+        locate(tmp_path)
+
+
+def test_retention(tmp_path):
+    for step in (10, 20, 30, 40, 50):
+        save(tmp_path, step)
+    assert folder.retain(tmp_path, keep_last=2, keep_every=20) == [10, 30]
+    assert list(folder.published(tmp_path)) == [50, 40, 20]
+
+
+@given(st.sets(st.integers(1, 500), min_size=1), st.integers(1, 5), st.sampled_from([0, 1, 7, 100]))
+@settings(max_examples=60)
+def test_retention_keeps_the_newest_and_every_multiple(steps, last, every):
+    gone = folder.expired(list(steps), last, every)
+    kept = steps - set(gone)
+    assert max(steps) in kept and len(kept) >= min(last, len(steps))
+    assert all(not every or s % every for s in gone)
+    assert all(s <= min(sorted(steps)[-last:]) for s in gone)
+
+
+def test_kill_9_while_saving_leaves_only_whole_checkpoints(tmp_path):
+    code = """
+        import sys
+        from pathlib import Path
+        from tests.checkpoint.test_folder import save
+        from megaponder.checkpoint import folder
+        root = Path(sys.argv[1])
+        step = max(folder.published(root), default=0)
+        print("ready", flush=True)
+        while True:
+            step += 1
+            save(root, step, 200_000)
+            folder.retain(root, 2, 0)
+    """
+    import random
+    import time
+
+    dice = random.Random(5)
+    last = 0
+    for _ in range(8):
+        command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": os.getcwd()}) as process:
+            process.stdout.readline()
+            time.sleep(dice.uniform(0.02, 0.3))
+            process.send_signal(signal.SIGKILL)
+        found = folder.published(tmp_path)
+        assert all(manifest.damage(p) is None for p in found.values())
+        assert max(found, default=0) >= last
+        last = max(found, default=0)
+        folder.sweep(tmp_path)
+    assert last > 0
