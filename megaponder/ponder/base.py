@@ -20,7 +20,7 @@ Shapes: s rows of this rank (sequence-sharded under sequence parallelism), b mic
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Callable, ClassVar, Mapping, Protocol
+from typing import Any, ClassVar, Mapping, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -45,23 +45,30 @@ class Pass:
 class EntryTools(Protocol):
     """What the first stage offers to `enter`."""
 
-    def embed(self, ids_bn: Tensor) -> Tensor:
-        """Token embeddings [s, b, H]: scale * table[ids], plus learned positions for backbones that have them."""
-
-    @property
-    def table(self) -> Tensor: ...
+    def embed(self, ids_bn: Tensor, factor: float = 1.0) -> Tensor:
+        """Embeddings [s, b, H] of ids [b, n*slots]: factor * scale * table[ids], plus learned positions if any."""
 
 
 class ExitTools(Protocol):
     """What the last stage offers to `leave` and `readout`."""
 
-    modules: nn.ModuleDict
+    @property
+    def modules(self) -> nn.ModuleDict:
+        """The method's own parameters, as `exit_modules` built them."""
 
     def norm(self, h_sbh: Tensor) -> Tensor:
         """The final norm."""
 
     def mixture(self, h_sbh: Tensor, topk: int = 0) -> Tensor:
         """softmax(h Wo^T) (scale * We) over the true vocabulary, or over its `topk` largest; h is final-normed."""
+
+    @property
+    def valid_sb(self) -> Tensor:
+        """1.0 where a token's target counts in the loss, else 0.0: [tokens of this rank, b]."""
+
+    @property
+    def labels_sb(self) -> Tensor:
+        """Target ids [tokens of this rank, b]."""
 
 
 class CoreAttention(Protocol):
@@ -115,6 +122,8 @@ class Method:
     """`leave` calls tools.mixture: the last stage then holds a copy of the input table."""
     keeps_kv: bool = False
     """`attend` keeps tensors for the next pass."""
+    stats: tuple[str, ...] = ()
+    """Names that `readout` fills in `Readout.stats`, the same on all ranks."""
 
     def __init__(self, options: Any, shape: Shape):
         self.options, self.shape = options, shape
@@ -209,6 +218,11 @@ def build_method(name: str, options: Mapping[str, Any], shape: Shape) -> Method:
     return cls(parse_options(cls, options), shape)
 
 
+def depth_scaled(shape: Shape, passes: int) -> tuple[str, float]:
+    """The papers' initialisation: truncated normal, output projections divided by sqrt(2 L passes)."""
+    return "trunc_normal", (2 * shape.num_layers * passes) ** -0.5
+
+
 def interleave(stages: list[Tensor]) -> Tensor:
     """Token-major interleave of k row blocks [s, b, H] -> [s*k, b, H]."""
     s, b, h = stages[0].shape
@@ -218,6 +232,3 @@ def interleave(stages: list[Tensor]) -> Tensor:
 def slot(rows: Tensor, slots: int, i: int) -> Tensor:
     """Rows of slot i: [s*slots, b, H] -> [s, b, H]."""
     return rows.unflatten(0, (-1, slots))[:, i]
-
-
-Hook = Callable[[Tensor], Tensor]

@@ -1,0 +1,96 @@
+"""From our model section to megatron-core's TransformerConfig."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+
+from megaponder.config.schema import ParallelConfig, PrecisionConfig, RunConfig
+
+ACTIVATIONS = {
+    "pythia": F.gelu,  # exact (erf) GELU
+    "gpt2": lambda x: F.gelu(x, approximate="tanh"),
+    "llama": F.silu,  # gated: SwiGLU
+}
+
+
+def dtype_of(precision: PrecisionConfig) -> torch.dtype:
+    """Format of parameters, activations and pipeline messages."""
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision.dtype]
+
+
+def padded_vocab(vocab_size: int, multiple: int) -> int:
+    """Rows of the embedding table: the true vocabulary rounded up, whatever the layout."""
+    return -(-vocab_size // multiple) * multiple
+
+
+def use_te(precision: PrecisionConfig) -> bool:
+    """Whether Transformer Engine's layers are used: on demand, or by `auto` where it is installed and a GPU is there."""
+    if precision.implementation != "auto":
+        return precision.implementation == "te"
+    from megatron.core.transformer.transformer_block import HAVE_TE
+
+    return bool(HAVE_TE and torch.version.cuda and torch.cuda.is_available())
+
+
+def _grad_accum_fusion(precision: PrecisionConfig) -> bool:
+    """NVIDIA apex's GEMM that accumulates into FP32 gradients: used if it is there and nobody said otherwise."""
+    if precision.grad_accum_fusion != "auto":
+        return bool(precision.grad_accum_fusion)
+    try:
+        import fused_weight_gradient_mlp_cuda  # type: ignore[import-not-found]  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def deallocates(parallel: ParallelConfig) -> bool:
+    """Free a stage's output once it is sent: never on gloo, which may still be reading it (measured corruption)."""
+    if parallel.deallocate_pipeline_outputs is None:
+        return torch.cuda.is_available()
+    return parallel.deallocate_pipeline_outputs
+
+
+def transformer_config(cfg: RunConfig) -> TransformerConfig:
+    """megatron-core's view of a resolved run configuration."""
+    m, par, dtype = cfg.model, cfg.parallel, dtype_of(cfg.precision)
+    llama = m.family == "llama"
+    no_init = lambda weight: None  # noqa: E731  weights are set by backbone.init, by name, the same in every layout
+    options: dict[str, Any] = dict(
+        num_layers=m.num_layers,
+        hidden_size=m.hidden_size,
+        num_attention_heads=m.num_heads,
+        num_query_groups=m.num_kv_heads,
+        ffn_hidden_size=m.ffn_size,
+        gated_linear_unit=llama,
+        activation_func=ACTIVATIONS[str(m.family)],
+        add_bias_linear=not llama,
+        normalization="RMSNorm" if llama else "LayerNorm",
+        layernorm_epsilon=m.norm_eps,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method=no_init,
+        output_layer_init_method=no_init,
+        embedding_init_method=no_init,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        tensor_model_parallel_size=par.tensor,
+        pipeline_model_parallel_size=par.pipeline,
+        sequence_parallel=par.sequence,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        calculate_per_token_loss=True,  # sums, divided by one global token count: see engine.step
+        deallocate_pipeline_outputs=deallocates(par),
+        gradient_accumulation_fusion=_grad_accum_fusion(cfg.precision),
+        cross_entropy_loss_fusion=cfg.precision.fused_cross_entropy,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        deterministic_mode=cfg.train.deterministic,
+    )
+    return TransformerConfig(**options)

@@ -1,0 +1,43 @@
+"""Token embeddings (vocabulary-parallel) and GPT-2's learned positions."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+
+
+class Embedding(MegatronModule):
+    """scale * table[ids] (+ position row): [b, s] -> [s, b, H], or this rank's rows under sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, rows: int, scale: float, positions: int, tp_group: torch.distributed.ProcessGroup):
+        super().__init__(config=config)
+        self.scale, self.tp_group = scale, tp_group
+        self.word_embeddings = VocabParallelEmbedding(
+            rows,
+            config.hidden_size,
+            init_method=config.embedding_init_method,
+            reduce_scatter_embeddings=config.sequence_parallel,
+            config=config,
+            tp_group=tp_group,
+        )
+        self.position_embeddings = None
+        if positions:
+            self.position_embeddings = nn.Embedding(positions, config.hidden_size, dtype=config.params_dtype)
+            self.position_embeddings.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, ids_bs: Tensor, slots: int = 1, factor: float = 1.0) -> Tensor:
+        """Embeddings of ids [b, n*slots]; all slots of a token share its position; `factor` spares the positions."""
+        words = self.word_embeddings(ids_bs)
+        if not self.config.sequence_parallel:
+            words = words.transpose(0, 1)
+        if self.scale * factor != 1.0:
+            words = words * (self.scale * factor)
+        if self.position_embeddings is None:
+            return words
+        rows = words.shape[0]
+        first = self.tp_group.rank() * rows if self.config.sequence_parallel else 0
+        positions = torch.arange(first, first + rows, device=ids_bs.device) // slots
+        return words + self.position_embeddings(positions)[:, None]

@@ -1,0 +1,74 @@
+"""Initial weights by name: the same numbers in every layout, since each parameter has its own random stream.
+
+The stream is seeded by (seed, global name); the whole matrix is drawn and every rank takes its rows, so a model at
+TP=4, PP=8 starts with exactly the weights of the same model in one process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Iterator
+
+import torch
+from torch import Tensor, nn
+
+
+def stream(seed: int, name: str) -> torch.Generator:
+    """Random stream of one parameter."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def global_names(stage: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters of a pipeline stage under the names they have in a one-process model."""
+    layers = stage.decoder.layers  # type: ignore[union-attr]
+    offset = layers[0].layer_number - 1 if len(layers) else 0  # type: ignore[index, union-attr, arg-type]
+    for name, parameter in stage.named_parameters():
+        if name.startswith("decoder.layers."):
+            index, rest = name.removeprefix("decoder.layers.").split(".", 1)
+            name = f"decoder.layers.{int(index) + offset}.{rest}"
+        yield name.replace("input_table.weight", "embedding.word_embeddings.weight"), parameter
+
+
+def _is_norm(name: str) -> bool:
+    return "layer_norm_" in name or "layernorm." in name or name.startswith("final_norm.")
+
+
+def _draw(shape: tuple[int, ...], family: str, std: float, generator: torch.Generator) -> Tensor:
+    weight = torch.empty(shape, dtype=torch.float32)
+    if family == "trunc_normal":
+        return nn.init.trunc_normal_(weight, std=std, a=-3 * std, b=3 * std, generator=generator)
+    return nn.init.normal_(weight, std=std, generator=generator)
+
+
+def whole_shape(name: str, parameter: nn.Parameter, tp: int, gated: bool) -> tuple[tuple[int, ...], int | None]:
+    """(shape of the matrix before tensor-parallel sharding, dimension that is sharded or None).
+
+    The first MLP matrix of SwiGLU is two matrices, gate and up, each sharded by itself: [2, F, H].
+    """
+    shape = list(parameter.shape)
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return tuple(shape), None
+    dim = int(parameter.partition_dim)  # type: ignore[attr-defined]
+    shape[dim] *= tp
+    if gated and name.endswith("mlp.linear_fc1.weight"):
+        return (2, shape[0] // 2, *shape[1:]), 1
+    return tuple(shape), dim
+
+
+@torch.no_grad()
+def initialise(stage: nn.Module, *, seed: int, family: str, std: float, output_factor: float, tp_rank: int, tp: int, gated: bool) -> None:
+    """Set every weight of a stage; the method's own modules come initialised from their constructors."""
+    for name, parameter in global_names(stage):
+        if name.startswith("method_modules."):
+            continue
+        if _is_norm(name):
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        elif name.endswith("bias"):
+            parameter.zero_()
+        else:
+            scale = output_factor if name.endswith(("linear_proj.weight", "linear_fc2.weight")) else 1.0
+            shape, dim = whole_shape(name, parameter, tp, gated)
+            whole = _draw(shape, family, std * scale, stream(seed, name))
+            part = whole if dim is None else whole.chunk(tp, dim=dim)[tp_rank]
+            parameter.copy_(part.reshape(parameter.shape))

@@ -1,0 +1,102 @@
+"""Layer specs for megatron-core: PyTorch layers (local) or Transformer Engine's (te); same checkpoint names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from torch import Tensor, nn
+
+from megaponder.backbone.attention import PonderAttention, SdpaCore
+from megaponder.backbone.layer import PonderLayer
+from megaponder.backbone.norms import local_norm
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Which implementation of each part runs."""
+
+    column: Any
+    row: Any
+    core: Any
+    norm: Any
+    fused_norm: bool
+
+
+def _te_parts() -> Parts:
+    from megatron.core.extensions.transformer_engine import (
+        TEDotProductAttention,
+        TELayerNormColumnParallelLinear,
+        TENorm,
+        TERowParallelLinear,
+    )
+
+    class TeCore(TEDotProductAttention):  # type: ignore[misc]
+        """Transformer Engine's fused attention; calls that it has no kernel for here (key bias) go to PyTorch's."""
+
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            self._sdpa = SdpaCore(softmax_scale=kwargs.get("softmax_scale"))
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None = None) -> Tensor:
+            if key_bias is not None or q.shape[0] != k.shape[0]:
+                return self._sdpa(q, k, v, key_bias)
+            out = super().forward(q, k, v, None, AttnMaskType.causal)
+            return out.view(*q.shape[:2], q.shape[2], -1)
+
+    return Parts(TELayerNormColumnParallelLinear, TERowParallelLinear, TeCore, TENorm, fused_norm=True)
+
+
+def parts(config: TransformerConfig, te: bool) -> Parts:
+    """The implementations for a config."""
+    if te:
+        return _te_parts()
+    return Parts(ColumnParallelLinear, RowParallelLinear, SdpaCore, local_norm(config), fused_norm=False)
+
+
+def layer_spec(config: TransformerConfig, te: bool, parallel_residual: bool) -> ModuleSpec:
+    """Spec of one layer.  Norms carry Transformer Engine's checkpoint names, so both kinds load each other's files."""
+    p = parts(config, te)
+    norm = IdentityOp if p.fused_norm else p.norm
+    names = {} if p.fused_norm else {
+        "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    }
+    return ModuleSpec(
+        module=PonderLayer,
+        params={"parallel_residual": parallel_residual},
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=ModuleSpec(
+                module=PonderAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=SelfAttentionSubmodules(linear_qkv=p.column, core_attention=p.core, linear_proj=p.row),
+            ),
+            pre_mlp_layernorm=norm,
+            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=p.column, linear_fc2=p.row)),
+            sharded_state_dict_keys_map=names,
+        ),
+    )
+
+
+def final_norm(config: TransformerConfig, te: bool) -> nn.Module:
+    """The norm before the head."""
+    return parts(config, te).norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+
+
+def describe(te: bool) -> str:
+    """One line for the log: which implementation of each part runs."""
+    if not te:
+        return f"layers: PyTorch {torch.__version__} (linear, norm), attention: scaled_dot_product_attention"
+    from importlib.metadata import version
+
+    return f"layers: Transformer Engine {version('transformer-engine')} (fused norm+linear), attention: TE DotProductAttention"

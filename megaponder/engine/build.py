@@ -1,0 +1,48 @@
+"""From a resolved config to a running engine."""
+
+from __future__ import annotations
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+from megaponder.backbone.config import dtype_of
+from megaponder.backbone.init import initialise
+from megaponder.config.schema import RunConfig
+from megaponder.engine.groups import Groups
+from megaponder.engine.stage import PonderStage
+from megaponder.engine.step import Engine
+from megaponder.ponder.base import Method
+from megaponder.ponder.settings import embedding_scale, initialisation
+
+
+def build_stage(cfg: RunConfig, method: Method, groups: Groups) -> PonderStage:
+    """This rank's parameters, initialised: the same weights in every layout."""
+    stage = PonderStage(cfg, method, groups, embedding_scale(cfg, method))
+    stage.to(device=groups.device, dtype=dtype_of(cfg.precision))
+    family, std, factor = initialisation(cfg, method)
+    initialise(
+        stage,
+        seed=cfg.train.seed,
+        family=family,
+        std=std,
+        output_factor=factor,
+        tp_rank=groups.tp_rank,
+        tp=groups.tp_size,
+        gated=cfg.model.family == "llama",
+    )
+    return stage
+
+
+def build_engine(cfg: RunConfig, method: Method, groups: Groups) -> Engine:
+    """Stage, its one DistributedDataParallel wrapper, and the schedules."""
+    stage = build_stage(cfg, method, groups)
+    ddp = DistributedDataParallel(
+        stage.config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=cfg.parallel.overlap_grad_reduce,
+            use_distributed_optimizer=cfg.parallel.distributed_optimizer,
+            overlap_param_gather=cfg.parallel.overlap_param_gather,
+        ),
+        stage,
+    )
+    return Engine(stage, ddp, groups, cfg.train.seed, cfg.parallel.microbatch_group)

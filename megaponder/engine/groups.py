@@ -1,0 +1,113 @@
+"""Process groups and this process's place in the layout."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megaponder.config.schema import RunConfig
+from megaponder.engine import cpu
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Ranks and sizes; the groups themselves are megatron-core's."""
+
+    rank: int
+    world_size: int
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    dp_rank: int
+    dp_size: int
+    device: torch.device
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp_size - 1
+
+    def logs(self) -> bool:
+        """True on exactly one rank: the one that sees the loss."""
+        return self.is_last_stage and self.tp_rank == 0 and self.dp_rank == 0
+
+    @property
+    def tp(self) -> dist.ProcessGroup:
+        from megatron.core import parallel_state
+
+        return parallel_state.get_tensor_model_parallel_group()
+
+    @property
+    def pp(self) -> dist.ProcessGroup:
+        from megatron.core import parallel_state
+
+        return parallel_state.get_pipeline_model_parallel_group()
+
+    @property
+    def dp(self) -> dist.ProcessGroup:
+        from megatron.core import parallel_state
+
+        return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def _start(timeout: datetime.timedelta, device: torch.device) -> None:
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # torchrun, or a launcher that speaks like it
+        dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def init(cfg: RunConfig) -> Groups:
+    """Start torch.distributed (a single process needs no launcher) and make megatron-core's groups."""
+    cpu.install()
+    from megatron.core import parallel_state
+
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    timeout = datetime.timedelta(minutes=cfg.parallel.timeout_minutes)
+    if not dist.is_initialized():
+        _start(timeout, device)
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        cfg.parallel.tensor,
+        cfg.parallel.pipeline,
+        distributed_timeout_minutes=max(1, round(cfg.parallel.timeout_minutes)),
+        create_gloo_process_groups=device.type == "cuda",
+    )
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(cfg.train.seed, force_reset_rng=True)
+    torch.use_deterministic_algorithms(cfg.train.deterministic, warn_only=True)
+    return Groups(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        device=device,
+    )
+
+
+def shutdown() -> None:
+    """Leave the process groups; the process may end or make new ones."""
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

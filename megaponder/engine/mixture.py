@@ -1,0 +1,101 @@
+"""softmax(h Wo^T) (c We) with both tables split by vocabulary rows: no probability ever leaves its rank.
+
+Per rank: local logits; all-reduce of the row maximum and of the row sum; local probabilities times local table rows;
+one reduction of [rows, b, H].  Backward likewise needs one all-reduce of [rows, b].  Source: spec of PonderLM v1, 4.1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor
+
+MINUS_INF = float("-inf")
+
+
+def mask_padding(logits: Tensor, valid: int) -> Tensor:
+    """Logits of this rank with the columns from `valid` on (rows that only pad the table) at -inf."""
+    if valid >= logits.shape[-1]:
+        return logits
+    padding = torch.arange(logits.shape[-1], device=logits.device) >= valid
+    return logits.masked_fill(padding, MINUS_INF)
+
+
+def _all_reduce(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Tensor:
+    if group.size() > 1:
+        dist.all_reduce(x, op=op, group=group)
+    return x
+
+
+def _keep_topk(logits: Tensor, topk: int, group: dist.ProcessGroup) -> Tensor:
+    """Logits below the globally k-th largest at -inf; entries equal to it stay, so that no rank order matters."""
+    best = logits.topk(min(topk, logits.shape[-1]), dim=-1).values
+    if group.size() > 1:
+        parts = [torch.empty_like(best) for _ in range(group.size())]
+        dist.all_gather(parts, best.contiguous(), group=group)
+        best = torch.cat(parts, dim=-1)
+    threshold = best.topk(min(topk, best.shape[-1]), dim=-1).values[..., -1:]
+    return logits.masked_fill(logits < threshold, MINUS_INF)
+
+
+class _Mixture(torch.autograd.Function):
+    """This rank's part of the mixture and of its gradients; the caller reduces over the tensor group."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, h: Tensor, head: Tensor, table: Tensor, scale: float, topk: int, valid: int, group: dist.ProcessGroup
+    ) -> Tensor:
+        logits = mask_padding((h @ head.t()).float(), valid)
+        if topk:
+            logits = _keep_topk(logits, topk, group)
+        peak = _all_reduce(logits.amax(-1, keepdim=True), dist.ReduceOp.MAX, group)
+        p = logits.sub_(peak).exp_()
+        total = _all_reduce(p.sum(-1, keepdim=True), dist.ReduceOp.SUM, group)
+        p = p.div_(total).to(h.dtype)
+        ctx.save_for_backward(h, head, table, p)
+        ctx.scale, ctx.group = scale, group
+        return (p @ table) * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        h, head, table, p = ctx.saved_tensors
+        grad = grad * ctx.scale
+        dp = (grad @ table.t()).float()
+        mean = _all_reduce((p * dp).sum(-1, keepdim=True), dist.ReduceOp.SUM, ctx.group)
+        dlogits = (dp.sub_(mean).mul_(p)).to(h.dtype)
+        flat = lambda t: t.reshape(-1, t.shape[-1])  # noqa: E731
+        return dlogits @ head, flat(dlogits).t() @ flat(h), flat(p).t() @ flat(grad), None, None, None, None
+
+
+def vocabulary_mixture(
+    h_sbh: Tensor,
+    head: Tensor,
+    table: Tensor,
+    *,
+    scale: float,
+    topk: int,
+    vocab_size: int,
+    group: dist.ProcessGroup,
+    sequence_parallel: bool,
+) -> Tensor:
+    """Expected (scaled) embedding of the next token: [s, b, H] -> [s, b, H].
+
+    `head` and `table` are this rank's rows [V_padded/tp, H]; `topk` 0 means the whole true vocabulary.
+    """
+    valid = vocab_size - group.rank() * head.shape[0]
+    if sequence_parallel:
+        h_sbh = gather_from_sequence_parallel_region(h_sbh, tensor_parallel_output_grad=True, group=group)
+    else:
+        h_sbh = copy_to_tensor_model_parallel_region(h_sbh, group=group)
+    part = _Mixture.apply(h_sbh, head, table, scale, topk, valid, group)
+    if sequence_parallel:
+        return reduce_scatter_to_sequence_parallel_region(part, group=group)
+    return reduce_from_tensor_model_parallel_region(part, group=group)

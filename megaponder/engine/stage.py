@@ -1,0 +1,188 @@
+"""All parameters of one pipeline rank, built once, and the computation of one pass through them.
+
+Shapes: n tokens, s rows of this rank (n * slots, divided by TP under sequence parallelism), b micro-batch, H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Sequence
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import (
+    TransformerBlock,
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megaponder.backbone import spec
+from megaponder.backbone.attention import Kept
+from megaponder.backbone.config import padded_vocab, transformer_config, use_te
+from megaponder.backbone.embedding import Embedding
+from megaponder.config.schema import RunConfig
+from megaponder.engine.groups import Groups
+from megaponder.engine.mixture import mask_padding
+from megaponder.engine.stash import PassState
+from megaponder.engine.table import InputTable
+from megaponder.engine.tools import StageEntryTools, StageExitTools, run_pre_hooks
+from megaponder.ponder.base import Flow, Method, Pass, Readout
+
+if TYPE_CHECKING:
+    from megaponder.data.batch import MicroBatch
+
+
+class PonderStage(MegatronModule):
+    """Embedding (first stage), layers, final norm, head and the method's modules (last stage)."""
+
+    def __init__(self, cfg: RunConfig, method: Method, groups: Groups, embedding_scale: float):
+        super().__init__(config=transformer_config(cfg))
+        m, te = cfg.model, use_te(cfg.precision)
+        assert m.vocab_size is not None and m.hidden_size is not None and m.num_heads is not None
+        self.method, self.groups, self.embedding_scale = method, groups, embedding_scale
+        self.vocab_size = m.vocab_size
+        self.recompute = cfg.parallel.recompute == "layer"
+        first, last = groups.is_first_stage, groups.is_last_stage
+        rows = padded_vocab(m.vocab_size, m.vocab_multiple)
+        tied = bool(m.tie_embeddings)
+
+        if first:
+            positions = (m.max_positions or cfg.data.sequence_length) if m.family == "gpt2" else 0
+            self.embedding = Embedding(self.config, rows, embedding_scale, positions, groups.tp)
+        layers = [spec.layer_spec(self.config, te, bool(m.parallel_residual))] * get_num_layers_to_build(self.config)
+        self.decoder = TransformerBlock(
+            self.config, TransformerBlockSubmodules(layer_specs=layers), post_layer_norm=False, pre_process=first, post_process=last
+        )
+        self.rotary = None
+        if m.family != "gpt2":
+            self.rotary = RotaryEmbedding(
+                m.hidden_size // m.num_heads,
+                m.rotary_fraction or 1.0,
+                rotary_base=m.rotary_base,  # type: ignore[arg-type]
+                use_cpu_initialization=self.config.use_cpu_initialization,
+            )
+        if last:
+            self.final_norm = spec.final_norm(self.config, te)
+            self.output_layer = ColumnParallelLinear(
+                m.hidden_size,
+                rows,
+                config=self.config,
+                init_method=self.config.init_method,
+                bias=False,
+                skip_weight_param_allocation=tied,
+                tp_group=groups.tp,
+            )
+            self.method_modules = nn.ModuleDict(method.exit_modules())
+            for parameter in self.method_modules.parameters():
+                parameter.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
+
+        # megatron-core sums this weight's gradient over the first and last stage when the flag is set
+        self.share_embeddings_and_output_weights = groups.pp_size > 1 and (tied or method.mixes_vocabulary)
+        self.tied = tied
+        if self.share_embeddings_and_output_weights:
+            if last:
+                self.input_table = InputTable(self.config, rows, groups.tp)
+            elif first:
+                self.embedding.word_embeddings.weight.shared_embedding = True
+
+    # --- weights that more than one place uses ------------------------------------------------------------------------
+    def _table_module(self) -> nn.Module:
+        return self.input_table if hasattr(self, "input_table") else self.embedding.word_embeddings
+
+    def table_weight(self) -> Tensor:
+        """Input table of this stage (first: its own; last: its copy): [V_padded/tp, H]."""
+        run_pre_hooks(self._table_module())
+        return self._table_module().weight
+
+    def head_weight(self) -> Tensor:
+        """Output head: [V_padded/tp, H]."""
+        if self.tied:
+            return self.table_weight()
+        run_pre_hooks(self.output_layer)
+        return self.output_layer.weight
+
+    def shared_embedding_or_output_weight(self) -> Tensor:
+        """megatron-core's name for the weight whose gradient first and last stage share."""
+        return self._table_module().weight
+
+    def set_input_tensor(self, tensor: Any) -> None:
+        """megatron-core's schedules call this on whatever they wrap; passes get their input as an argument."""
+
+    # --- one pass -----------------------------------------------------------------------------------------------------
+    def run_pass(self, p: Pass, batch: MicroBatch, incoming: Flow | None, state: PassState) -> Flow | Readout:
+        """Pass p of this stage's layers; `state` is read and left as the next pass will find it.
+
+        `incoming`: feedback of the previous pass (first stage, None in pass 0) or the previous stage's rows.
+        Returns what goes on to the next stage or pass, or the readout (last stage, last pass).
+        """
+        if self.groups.is_first_stage:
+            tools = StageEntryTools(self, batch.ids_bn.shape[1])
+            flow = self.method.enter(p, batch.ids_bn, incoming, state.entry, tools)
+        else:
+            assert incoming is not None
+            flow = incoming
+        rows, state.kept = self._layers(p, flow, state.kept)
+        if not self.groups.is_last_stage:
+            return Flow(rows, flow.riders)
+        exit_tools = StageExitTools(self, batch)
+        if p.last:
+            return self.method.readout(p, rows, flow.riders, state.exit, exit_tools)
+        return self.method.leave(p, rows, flow.riders, state.exit, exit_tools)
+
+    def _riders_in_attention(self, riders: Tensor | None) -> Tensor | None:
+        """Riders of the whole sequence; each tensor rank's heads give a part of their gradient, which is summed."""
+        if riders is None:
+            return None
+        if self.config.sequence_parallel:
+            return gather_from_sequence_parallel_region(riders, tensor_parallel_output_grad=True, group=self.groups.tp)
+        return copy_to_tensor_model_parallel_region(riders, group=self.groups.tp)
+
+    def _rotary(self, p: Pass, rows: int) -> Tensor | None:
+        """Angles [rows, 1, 1, d_rot]; all slots of a token share its position."""
+        if self.rotary is None:
+            return None
+        angles = self.rotary(rows // p.slots)
+        return angles if p.slots == 1 else angles.repeat_interleave(p.slots, dim=0)
+
+    def _layers(self, p: Pass, flow: Flow, kept: Sequence[Kept]) -> tuple[Tensor, list[Kept]]:
+        x, out = flow.rows, []
+        riders = self._riders_in_attention(flow.riders)
+        whole = x.shape[0] * (self.groups.tp_size if self.config.sequence_parallel else 1)
+        rotary = self._rotary(p, whole)
+        for i, layer in enumerate(self.decoder.layers):
+
+            def run(x: Tensor, riders: Tensor | None, *before: Tensor, layer: nn.Module = layer) -> tuple[Tensor, Kept]:
+                def attend(q: Tensor, k: Tensor, v: Tensor, kept: Kept, core: Any) -> tuple[Tensor, Kept]:
+                    return self.method.attend(p, q, k, v, riders, kept, core)
+
+                return layer(x, rotary, attend, before)
+
+            before = kept[i] if kept else ()
+            if self.recompute and torch.is_grad_enabled():
+                # non-reentrant, and what passes carry is an explicit input and output: gradients stay exact
+                x, left = checkpoint(run, x, riders, *before, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x, left = run(x, riders, *before)
+            out.append(() if p.last else left)
+        return x, out
+
+    # --- head ---------------------------------------------------------------------------------------------------------
+    def local_logits(self, hidden_sbh: Tensor) -> Tensor:
+        """FP32 logits of this rank's vocabulary rows [n, b, V_padded/tp]; padding rows are -inf."""
+        logits, _ = self.output_layer(hidden_sbh, weight=self.head_weight() if self.tied else None)
+        return mask_padding(logits.float(), self.vocab_size - self.groups.tp_rank * logits.shape[-1])
+
+    def token_losses(self, hidden_sbh: Tensor, batch: MicroBatch) -> Tensor:
+        """Cross entropy of every token, FP32 [n, b]."""
+        return vocab_parallel_cross_entropy(self.local_logits(hidden_sbh), batch.labels_bn.t().contiguous())
+
+    def forward(self, p: Pass, batch: MicroBatch, incoming: Flow | None, state: PassState) -> Flow | Readout:
+        return self.run_pass(p, batch, incoming, state)

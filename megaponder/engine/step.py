@@ -1,0 +1,164 @@
+"""Forward and backward of one global batch through megatron-core's schedules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.pipeline_parallel.schedules import (
+    forward_backward_no_pipelining,
+    forward_backward_pipelining_with_interleaving,
+    forward_backward_pipelining_without_interleaving,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from megaponder.data.batch import MicroBatch
+from megaponder.engine.chunks import PassChunk, Step
+from megaponder.engine.groups import Groups
+from megaponder.engine.p2p import PassCommunicator, receive_orders
+from megaponder.engine.stage import PonderStage
+from megaponder.engine.stash import PassState, Stash
+from megaponder.ponder.base import Pass, Readout
+
+
+@dataclass
+class StepOutput:
+    """Means over the valid tokens of the global batch; the same numbers on every rank."""
+
+    loss: float
+    aux: float
+    tokens: int
+    stats: dict[str, float] = field(default_factory=dict)
+
+
+def _loss_of(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The schedule's loss function: the output is the loss already, divided by the global token count."""
+    return output, torch.zeros((), dtype=torch.int, device=output.device), {}
+
+
+def _on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    parts = (batch.ids_bn, batch.labels_bn, batch.loss_mask_bn)
+    return MicroBatch(*(t.to(device, non_blocking=True) for t in parts))
+
+
+def _forward(_: Any, chunk: PassChunk) -> tuple[Tensor, Any]:
+    return chunk(), _loss_of
+
+
+def _group_collection() -> ProcessGroupCollection:
+    return ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp", "dp_cp", "embd", "pos_embd"])
+
+
+class Engine:
+    """One pipeline rank: its stage, wrapped once by DistributedDataParallel, and the schedules that run it."""
+
+    def __init__(self, stage: PonderStage, ddp: DistributedDataParallel, groups: Groups, seed: int, group_size: int | None):
+        self.stage, self.ddp, self.groups = stage, ddp, groups
+        self._seed, self._group_size = seed, group_size
+        config = stage.config
+        config.finalize_model_grads_func = lambda models, *a, **k: finalize_model_grads(
+            [ddp], None, pg_collection=_group_collection()  # one DDP, whatever the number of passes; no rescaling
+        )
+        if ddp.ddp_config.overlap_grad_reduce:
+            config.no_sync_func = ddp.no_sync
+
+    def zero_grad(self) -> None:
+        """Clear the gradient buffers (the optimizer's own zero_grad clears its copies)."""
+        self.ddp.zero_grad_buffer()
+
+    def passes(self, step: int) -> Sequence[Pass]:
+        """The method's plan for a step: the same on every rank."""
+        return self.stage.method.passes(self._seed, step)
+
+    def forward_backward(self, batches: Sequence[MicroBatch], step: int, train: bool) -> StepOutput:
+        """Run this rank's micro-batches of a global batch.
+
+        With `train`, every parameter's `main_grad` afterwards holds the gradient of the mean loss over the global
+        batch's valid tokens, reduced over all groups (its shard, under the distributed optimizer).
+        """
+        batches = [_on_device(b, self.groups.device) for b in batches]
+        tokens = torch.stack([b.loss_mask_bn.sum() for b in batches]).sum().float()
+        dist.all_reduce(tokens, group=self.groups.dp)
+        run = Step(self.passes(step), batches, tokens.clamp(min=1.0))
+        with torch.set_grad_enabled(train):
+            self._schedule(run, forward_only=not train)
+        return self._collect(run, int(tokens.item()))
+
+    def _schedule(self, run: Step, forward_only: bool) -> None:
+        stash, config, passes, batches = Stash(), self.stage.config, run.passes, run.batches
+        b, n = batches[0].ids_bn.shape
+        common = dict(
+            forward_step_func=_forward,
+            num_microbatches=len(batches),
+            seq_length=n,
+            micro_batch_size=b,
+            forward_only=forward_only,
+            pg_collection=_group_collection(),
+        )
+        if self.groups.pp_size == 1:
+            chunk = PassChunk(self.ddp, self.stage, config, run, None, stash)
+            forward_backward_no_pipelining(data_iterator=None, model=chunk, **common)
+            return
+        chunks = [PassChunk(self.ddp, self.stage, config, run, p, stash) for p in passes]
+        group = self._group_size or self.groups.pp_size
+        for chunk in chunks:
+            c = chunk.config
+            c.variable_seq_lengths = True  # asks PassCommunicator for each shape; nothing is exchanged
+            if len(passes) > 1:
+                c.virtual_pipeline_model_parallel_size = len(passes)
+                c.microbatch_group_size_per_vp_stage = group
+                # batched messages would cross where PP=2: next and previous rank are the same
+                c.overlap_p2p_comm, c.batch_p2p_comm = True, False
+        p2p = self._communicator(chunks[0].config, passes, len(batches), group, n, b)
+        if len(passes) == 1:
+            forward_backward_pipelining_without_interleaving(
+                data_iterator=None, model=chunks[0], p2p_communicator=p2p, **common
+            )
+        else:
+            forward_backward_pipelining_with_interleaving(
+                data_iterator=[None] * len(chunks), model=chunks, p2p_communicator=p2p, **common
+            )
+        assert not len(stash), "a pass left state that no pass took"
+
+    def _communicator(self, config: Any, passes: Sequence[Pass], m: int, group: int, n: int, b: int) -> PassCommunicator:
+        width = config.hidden_size + self.stage.method.rider_channels
+        shards = self.groups.tp_size if config.sequence_parallel else 1
+
+        def shapes(order: list[tuple[Pass, bool]]) -> Iterator[list[int]]:
+            for p, feedback in order:
+                yield [n * (p.feedback_slots if feedback else p.slots) // shards, b, width]
+
+        forward, backward = receive_orders(passes, m, group, self.groups)
+        return PassCommunicator(self.groups.pp, config, shapes(forward), shapes(backward))
+
+    def _collect(self, run: Step, tokens: int) -> StepOutput:
+        """Sum over micro-batches and data-parallel ranks, then tell every pipeline stage."""
+        names = ["loss", "aux", *self.stage.method.stats]
+        total = torch.zeros(len(names), dtype=torch.float64, device=self.groups.device)
+        for sums in run.sums:
+            total += torch.stack([sums[k].double() if k in sums else total.new_zeros(()) for k in names])
+        if self.groups.is_last_stage:
+            if self.stage.config.sequence_parallel:
+                # auxiliary sums are over this rank's tokens; the loss is the same on all tensor ranks
+                dist.all_reduce(total[1:], group=self.groups.tp)
+            dist.all_reduce(total, group=self.groups.dp)
+        if self.groups.pp_size > 1:
+            dist.broadcast(total, src=dist.get_global_rank(self.groups.pp, self.groups.pp_size - 1), group=self.groups.pp)
+        values = dict(zip(names, total.tolist(), strict=True))
+        return StepOutput(values.pop("loss"), values.pop("aux"), tokens, values)
+
+    @torch.no_grad()
+    def logits(self, ids_bn: Tensor, step: int = 0) -> Tensor:
+        """FP32 logits [b, n, vocab_size] of a one-process model."""
+        assert self.groups.world_size == 1, "whole logits exist in a one-process model only"
+        ids_bn = ids_bn.to(self.groups.device)
+        batch = MicroBatch(ids_bn, torch.zeros_like(ids_bn), torch.ones(ids_bn.shape, device=ids_bn.device))
+        state, out = PassState(), None
+        for p in self.passes(step):
+            out = self.stage.run_pass(p, batch, out, state)  # type: ignore[arg-type]
+        assert isinstance(out, Readout)
+        return self.stage.local_logits(out.hidden)[..., : self.stage.vocab_size].transpose(0, 1)

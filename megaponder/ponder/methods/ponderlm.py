@@ -1,0 +1,70 @@
+"""PonderLM (v1): each pass adds the expected next-token embedding to the input of the following one.
+
+    E = c We[ids];  S times:  h = N(Stack(E)),  E = E + softmax(h Wo^T) (c We);  logits = N(Stack(E)) Wo^T
+
+Every gradient flows, nothing is detached.  `topk` keeps the k most probable tokens (renormalised), as the paper's
+footnote says; the official code mixes the whole vocabulary.  `multiply_by_steps` is the official code's xS on the
+first embedding.  Source: arXiv 2505.20674.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megaponder.errors import ConfigError
+from megaponder.ponder.base import EntryTools, ExitTools, Flow, Method, Pass, depth_scaled, register
+
+
+@register
+class PonderLM(Method):
+    """Pondering with expected embeddings."""
+
+    name = "ponderlm"
+    summary = "steps passes that each add the expected next-token embedding, then one that predicts"
+    mixes_vocabulary = True
+
+    @dataclass
+    class Options:
+        steps: int = 3
+        """S: pondering steps; the model runs S + 1 passes."""
+        topk: int = 0
+        """Tokens in the mixture; 0 means the whole vocabulary."""
+        multiply_by_steps: bool = False
+        """Multiply the token embedding by S (true in the official 410M, 1B and 1.4B scripts)."""
+
+        def __post_init__(self) -> None:
+            if self.steps < 1:
+                raise ConfigError("ponder.options.steps", self.steps, "it must be at least 1", "use 1, or method vanilla")
+            if self.topk < 0:
+                raise ConfigError("ponder.options.topk", self.topk, "it must not be negative", "use 0 for the whole vocabulary")
+
+    def passes(self, seed: int, step: int) -> tuple[Pass, ...]:
+        s = self.options.steps
+        return tuple(Pass(i, last=i == s) for i in range(s + 1))
+
+    def embedding_scale(self) -> float:
+        return math.sqrt(self.shape.hidden_size)
+
+    def initialisation(self) -> tuple[str, float]:
+        return depth_scaled(self.shape, self.options.steps + 1 if self.shape.family == "pythia" else 1)
+
+    def enter(self, p: Pass, ids_bn: Tensor, feedback: Flow | None, carry: dict[str, Tensor], tools: EntryTools) -> Flow:
+        if feedback is None:
+            rows = tools.embed(ids_bn, factor=float(self.options.steps) if self.options.multiply_by_steps else 1.0)
+        else:
+            rows = carry["embedding"] + feedback.rows
+        if not p.last:
+            carry["embedding"] = rows
+        return Flow(rows)
+
+    def leave(self, p: Pass, rows: Tensor, riders: Tensor | None, carry: dict[str, Tensor], tools: ExitTools) -> Flow:
+        return Flow(tools.mixture(tools.norm(rows), self.options.topk))
+
+    def extra_flops(self, p: Pass, vocab_size: int) -> float:
+        if p.last:
+            return 0.0
+        h = self.shape.hidden_size
+        return 2.0 * vocab_size * h + 2.0 * (self.options.topk or vocab_size) * h  # logits, then the mixture

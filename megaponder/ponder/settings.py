@@ -1,0 +1,41 @@
+"""Values that the config leaves to the method (`auto`)."""
+
+from __future__ import annotations
+
+import math
+
+from megaponder.config.schema import RunConfig
+from megaponder.ponder.base import Method, Shape, build_method
+
+
+def method_of(cfg: RunConfig) -> Method:
+    """The method of a resolved config."""
+    m = cfg.model
+    assert m.family is not None and m.num_layers is not None and m.hidden_size is not None, "the config is not resolved"
+    return build_method(cfg.ponder.method, cfg.ponder.options, Shape(m.family, m.num_layers, m.hidden_size))
+
+
+def embedding_scale(cfg: RunConfig, method: Method) -> float:
+    """Factor c on every token embedding that is looked up, and on the table of vocabulary mixtures."""
+    value, h = cfg.model.embedding_scale, cfg.model.hidden_size
+    assert h is not None
+    if value == "auto":
+        return method.embedding_scale()
+    named = {"none": 1.0, "sqrt_h": math.sqrt(h), "sqrt_2.5h": math.sqrt(2.5 * h)}
+    return named[value] if isinstance(value, str) else float(value)
+
+
+def initialisation(cfg: RunConfig, method: Method) -> tuple[str, float, float]:
+    """(family, std of matrices and embeddings, factor on the std of attention-output and MLP-down matrices)."""
+    m = cfg.model
+    assert m.hidden_size is not None
+    family, factor = method.initialisation()
+    if m.init != "auto":
+        family = m.init
+    if m.init_output_scale != "auto":
+        factor = float(m.init_output_scale)
+    std = m.init_std
+    if std is None:
+        # sqrt(2/(5H)) makes c We[ids] with c = sqrt(2.5H) of unit RMS; 0.02/0.01 are the papers' vanilla values
+        std = math.sqrt(2 / (5 * m.hidden_size)) if family == "trunc_normal" else (0.02 if m.hidden_size <= 1024 else 0.01)
+    return family, std, factor
