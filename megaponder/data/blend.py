@@ -1,0 +1,87 @@
+"""Blends: `path path ...` or `weight path weight path ...`, as Megatron-family tools write them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megaponder.errors import ConfigError
+
+MAX_SOURCES = 32766  # megatron-core numbers the sources of a blend in int16
+
+
+@dataclass(frozen=True)
+class Source:
+    """One dataset of a blend."""
+
+    path: str
+    """Prefix: path without .bin/.idx."""
+    weight: float | None
+    """Share of the sequences, not normalised; None: proportional to the dataset's tokens."""
+
+
+def _number(item: str | float) -> float | None:
+    try:
+        return float(item)
+    except ValueError:
+        return None
+
+
+def _prefix(path: str) -> str:
+    path = path.strip()
+    return path[:-4] if path.endswith((".bin", ".idx")) else path
+
+
+def parse_blend(items: Sequence[str | float], field: str) -> list[Source]:
+    """Sources of a blend given as a flat list.
+
+    Either no item is a number (plain paths) or every second one is, beginning with the first (weights).
+    Raises ConfigError, naming `field`, for any other list.
+    """
+    numbers = [_number(item) for item in items]
+    if not any(number is not None for number in numbers):
+        sources = [Source(_prefix(str(item)), None) for item in items]
+    else:
+        weighted = len(items) % 2 == 0 and all((number is not None) == (i % 2 == 0) for i, number in enumerate(numbers))
+        if not weighted:
+            where = next((i for i, n in enumerate(numbers) if (n is not None) != (i % 2 == 0)), len(items) - 1)
+            raise ConfigError(
+                field,
+                items[where],
+                f"a blend is all paths, or alternates weight and path (item {where + 1} breaks this)",
+                "write `weight path weight path ...`; a path that is only a number needs a folder before it, as ./2024",
+            )
+        sources = []
+        for weight, path in zip(numbers[::2], items[1::2], strict=True):
+            assert weight is not None  # by `weighted` above
+            if not (math.isfinite(weight) and weight > 0):
+                raise ConfigError(field, weight, f"the weight of {path} must be above 0", "drop the source or weigh it")
+            sources.append(Source(_prefix(str(path)), weight))
+    if len(sources) > MAX_SOURCES:
+        raise ConfigError(field, len(sources), f"a blend has at most {MAX_SOURCES} sources", "merge some of them")
+    return sources
+
+
+def parse_split(split: str) -> tuple[float, float, float]:
+    """Parts of training, validation and test, summing to 1, of a string such as "969,30,1".
+
+    Raises ConfigError for anything but one to three numbers >= 0 whose first is above 0.
+    """
+    parts = [_number(part) for part in split.split(",")]
+    if not 1 <= len(parts) <= 3 or not all(p is not None and math.isfinite(p) and p >= 0 for p in parts):
+        raise ConfigError("data.split", split, "must be one to three numbers >= 0, joined by commas", 'try "969,30,1"')
+    values = [part or 0.0 for part in parts] + [0.0] * (3 - len(parts))
+    if values[0] == 0:
+        raise ConfigError("data.split", split, "the training part must be above 0", 'try "969,30,1"')
+    total = sum(values)
+    return values[0] / total, values[1] / total, values[2] / total
+
+
+def split_ranges(split: str, elements: int) -> list[tuple[int, int]]:
+    """[begin, end) of each part among `elements` sequences; the rounding is megatron-core's."""
+    edge, ranges = 0.0, []
+    for part in parse_split(split):
+        ranges.append((round(edge * elements), round((edge + part) * elements)))
+        edge += part
+    return ranges

@@ -1,0 +1,132 @@
+"""Folders of numpy arrays that many ranks, nodes and jobs may build and read at the same time.
+
+A set of arrays is a folder named by a hash of all that determines it.  It is built beside its place and becomes visible
+by one rename, so that a reader sees all of it or nothing, and a valid set is never replaced.  A file lock only spares
+the work of building twice: where locks do not work (some network file systems) every process builds, the first rename
+wins, and the others take what is there.  No rank relies on another one: on nodes with private disks the first process
+of each node builds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+from filelock import FileLock, Timeout
+
+from megaponder.errors import UserError
+
+Arrays = dict[str, np.ndarray]
+
+
+def _load(folder: Path, names: tuple[str, ...]) -> Arrays | None:
+    """Memory maps of a published set; None if there is none or it is damaged (a later build replaces that)."""
+    try:
+        return {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names}
+    except (OSError, ValueError, EOFError):  # absent, truncated, not an array
+        return None
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make renames in `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _publish(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    aside = folder.with_name(f"{folder.name}.tmp-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        aside.mkdir()
+        for name, array in arrays.items():
+            with open(aside / f"{name}.npy", "wb") as out:
+                np.save(out, array, allow_pickle=False)
+                out.flush()
+                os.fsync(out.fileno())
+        fsync_folder(aside)
+        try:
+            os.rename(aside, folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was first
+                raise
+        fsync_folder(folder.parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _remove_orphans(folder: Path) -> None:
+    """Delete what builders of this set on this host left behind when they were killed."""
+    host = socket.gethostname()
+    for orphan in folder.parent.glob(f"{folder.name}.tmp-{host}-*"):
+        pid = orphan.name.rsplit("-", 2)[1]
+        if not Path("/proc").is_dir() or (pid.isdigit() and not Path("/proc", pid).exists()):
+            shutil.rmtree(orphan, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, ready: Callable[[], bool], wait_seconds: float) -> Iterator[None]:
+    """Hold the set's lock; leave at once when `ready` or where the file system has no locks."""
+    path = folder.with_name(f"{folder.name}.lock")
+    lock = FileLock(str(path))
+    deadline = time.monotonic() + wait_seconds
+    held = False
+    while not held and not ready():
+        try:
+            lock.acquire(timeout=min(1.0, max(0.0, deadline - time.monotonic())))
+            held = True
+        except Timeout:
+            if time.monotonic() >= deadline:
+                raise UserError(
+                    f"{path}: another process has held this lock for more than {wait_seconds:.0f} s while building "
+                    f"{folder}; if no such process is alive, delete the lock file and start again."
+                ) from None
+        except (NotImplementedError, OSError) as error:
+            if isinstance(error, PermissionError):
+                raise
+            break  # no locks here: build without
+    try:
+        yield
+    finally:
+        if held:
+            lock.release()
+
+
+def cached_arrays(
+    root: str | os.PathLike[str],
+    key: str,
+    names: tuple[str, ...],
+    build: Callable[[], Arrays],
+    wait_seconds: float = 600.0,
+) -> Arrays:
+    """The arrays `names` of set `key` under `root`, built by `build` if they are not there; returns memory maps.
+
+    Raises UserError that names the file when the folder cannot be written or a builder holds its lock too long.
+    """
+    folder = Path(root) / key
+    arrays = _load(folder, names)
+    if arrays is not None:
+        return arrays
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder, lambda: _load(folder, names) is not None, wait_seconds):
+            arrays = _load(folder, names)
+            if arrays is None:
+                _remove_orphans(folder)
+                if folder.exists():  # damaged: out of the way, never in place
+                    os.rename(folder, folder.with_name(f"{folder.name}.damaged-{secrets.token_hex(4)}"))
+                _publish(folder, build())
+                arrays = _load(folder, names)
+    except OSError as error:
+        raise UserError(f"{folder}: the index cache cannot be written ({error}); set data.cache elsewhere.") from error
+    if arrays is None:
+        raise UserError(f"{folder}: the index cache was written but cannot be read back; check the disk.")
+    return arrays

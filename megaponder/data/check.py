@@ -1,0 +1,186 @@
+"""Everything about the data that can be refused before a process group exists; no torch.
+
+`check_data` reads headers and descriptions, never all tokens.  Each mistake is one sentence that names field and file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megaponder.config.schema import RunConfig
+from megaponder.data.blend import Source, parse_blend, split_ranges
+from megaponder.data.indexed import Index, read_index
+from megaponder.data.info import DatasetMeta, read_meta
+from megaponder.errors import ConfigError, UserError
+
+
+@dataclass(frozen=True)
+class SourceFacts:
+    """One source of a blend."""
+
+    path: str
+    """Prefix of the dataset."""
+    weight: float
+    """Share of the sequences; all shares of a blend sum to 1."""
+    documents: int
+    """Sequences of the dataset that this blend may use."""
+    tokens: int
+    """Their tokens: one epoch."""
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What the datasets say about a run."""
+
+    train: list[SourceFacts]
+    valid: list[SourceFacts]
+    """Empty when there is no evaluation."""
+    vocab_size: int
+    """model.vocab_size, or the datasets' where that is not set."""
+    eod_id: int | None
+    """data.eod_id, or the datasets' where that is not set."""
+    tokenizer_fingerprint: str | None
+    """None when no dataset has a description."""
+
+    @property
+    def train_tokens(self) -> int:
+        """Tokens of one epoch over all training sources."""
+        return sum(source.tokens for source in self.train)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    index: Index
+    meta: DatasetMeta | None
+
+
+def _open(sources: list[Source], seen: dict[str, _Opened]) -> None:
+    for source in sources:
+        if source.path not in seen:
+            index = read_index(source.path)
+            seen[source.path] = _Opened(index, read_meta(index))
+
+
+def _same_tokenizer(opened: dict[str, _Opened]) -> DatasetMeta | None:
+    """The description that all described sources agree with."""
+    first: tuple[str, DatasetMeta] | None = None
+    for path, source in opened.items():
+        meta = source.meta
+        if meta is None:
+            continue
+        if first is None:
+            first = (path, meta)
+        for name in ("tokenizer_fingerprint", "vocab_size", "eod_id"):
+            mine, other = getattr(meta, name), getattr(first[1], name)
+            if mine != other:
+                raise UserError(
+                    f"The sources of a blend must share one tokenizer: {name} is {other} in {first[0]} but {mine} in "
+                    f"{path}; prepare one of them again with the tokenizer and EOD of the other."
+                )
+    return first[1] if first else None
+
+
+def _vocab_size(cfg: RunConfig, meta: DatasetMeta | None, opened: dict[str, _Opened]) -> int:
+    size = cfg.model.vocab_size
+    if size is None:
+        if meta is None:
+            raise ConfigError(
+                "model.vocab_size", None, "the datasets have no description that tells it", "set model.vocab_size"
+            )
+        size = meta.vocab_size
+    if meta is not None and meta.vocab_size > size:
+        raise ConfigError(
+            "model.vocab_size", size, f"the datasets have {meta.vocab_size} ids", f"use {meta.vocab_size} or more"
+        )
+    for path, source in opened.items():
+        largest = source.meta.max_id if source.meta else source.index.max_id()
+        if largest >= size:
+            raise ConfigError(
+                "model.vocab_size", size, f"{path} contains token id {largest}", f"use {largest + 1} or more"
+            )
+    return size
+
+
+def _eod_id(cfg: RunConfig, meta: DatasetMeta | None, vocab_size: int) -> int | None:
+    wanted, eod = cfg.data.eod_id, meta.eod_id if meta else None
+    if wanted is not None and eod is not None and wanted != eod:
+        raise ConfigError("data.eod_id", wanted, f"the datasets end documents with {eod}", f"drop it or use {eod}")
+    eod = eod if wanted is None else wanted
+    if eod is None and cfg.data.loss_mask != "plain":
+        raise ConfigError(
+            "data.eod_id",
+            None,
+            f"loss_mask {cfg.data.loss_mask} needs it and the datasets do not tell it",
+            "set data.eod_id, or data.loss_mask to plain",
+        )
+    if eod is not None and not 0 <= eod < vocab_size:
+        raise ConfigError("data.eod_id", eod, f"must be a token id below {vocab_size}", f"use 0 to {vocab_size - 1}")
+    return eod
+
+
+def _facts(sources: list[Source], opened: dict[str, _Opened], split: str | None, part: int) -> list[SourceFacts]:
+    """Facts of a blend that uses all documents (split None) or part 0, 1, 2 of a split."""
+    name = ("training", "validation", "test")[part]
+    facts = []
+    weights = [s.weight if s.weight is not None else float(opened[s.path].index.tokens) for s in sources]
+    for source, weight in zip(sources, weights, strict=True):
+        index = opened[source.path].index
+        begin, end = (0, index.sequences) if split is None else split_ranges(split, index.sequences)[part]
+        tokens = index.tokens_in(begin, end)
+        if tokens == 0:
+            raise UserError(
+                f"data.split = {split!r}: {source.path} has {index.sequences} documents, which leaves none with text "
+                f"for the {name} part; give that part more, or name a separate validation dataset in data.valid."
+                if split is not None
+                else f"{source.path}: all documents are empty; prepare the dataset again."
+            )
+        facts.append(SourceFacts(source.path, weight / sum(weights), end - begin, tokens))
+    return facts
+
+
+def _check_tokenizer(cfg: RunConfig, meta: DatasetMeta | None) -> None:
+    if cfg.data.tokenizer is None or meta is None:
+        return
+    from megaponder.data.tokenizer import load_tokenizer  # only here: the tokenizer libraries take time to import
+
+    found = load_tokenizer(cfg.data.tokenizer).fingerprint
+    if found != meta.tokenizer_fingerprint:
+        raise ConfigError(
+            "data.tokenizer",
+            cfg.data.tokenizer,
+            f"the datasets were made with another tokenizer ({meta.tokenizer}, {meta.tokenizer_fingerprint[:12]}, not "
+            f"{found[:12]})",
+            f"use {meta.tokenizer}, or prepare the datasets again",
+        )
+
+
+def check_data(cfg: RunConfig) -> DataFacts:
+    """Check the `data` section against the files on disk.
+
+    Raises ConfigError or UserError for a missing or damaged file, sources of different tokenizers, ids beyond
+    model.vocab_size, an unknown EOD id that the loss mask needs, and a split that leaves a part without documents.
+    """
+    train = parse_blend(cfg.data.train, "data.train")
+    if not train:
+        raise ConfigError("data.train", [], "there is nothing to train on", "give the path of a prepared dataset")
+    valid = parse_blend(cfg.data.valid, "data.valid")
+    opened: dict[str, _Opened] = {}
+    _open(train + valid, opened)
+    meta = _same_tokenizer(opened)
+    vocab_size = _vocab_size(cfg, meta, opened)
+    eod_id = _eod_id(cfg, meta, vocab_size)
+    _check_tokenizer(cfg, meta)
+    evaluates = cfg.train.eval_batches > 0
+    split = None if valid else cfg.data.split
+    valid_facts = _facts(valid or train, opened, split, 1) if evaluates else []
+    train_facts = _facts(train, opened, split, 0)
+    return DataFacts(train_facts, valid_facts, vocab_size, eod_id, meta.tokenizer_fingerprint if meta else None)
+
+
+def fill_from_data(cfg: RunConfig, facts: DataFacts) -> RunConfig:
+    """Copy of `cfg` with model.vocab_size and data.eod_id filled from the datasets."""
+    return replace(
+        cfg,
+        model=replace(cfg.model, vocab_size=facts.vocab_size),
+        data=replace(cfg.data, eod_id=facts.eod_id),
+    )

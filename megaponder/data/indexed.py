@@ -1,0 +1,140 @@
+"""The .bin/.idx pair of Megatron-family indexed datasets, read and written with numpy alone.
+
+    .bin  token ids of all sequences, one after the other
+    .idx  magic(9) version(u64) dtype code(u8) sequences S(u64) document edges D(u64)
+          lengths int32[S], byte offsets int64[S], document edges int64[D] (0 ... S), optionally modes int8[S]
+
+Training reads the pair with megatron-core's IndexedDataset; this module checks it first, without torch, and writes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megaponder.errors import UserError
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+_CODES = {name: code for code, name in DTYPES.items()}
+_BLOCK = 1 << 20  # entries that the writer holds in memory
+
+
+def best_dtype(vocab_size: int) -> str:
+    """Type of the ids on disk: megatron-core's own rule, so that tools agree."""
+    return "uint16" if vocab_size < 65500 else "int32"
+
+
+@dataclass(frozen=True)
+class Index:
+    """What an .idx file says; the arrays are memory maps."""
+
+    prefix: str
+    dtype: np.dtype
+    lengths: np.ndarray
+    """int32 [S]: tokens in each sequence."""
+    offsets: np.ndarray
+    """int64 [S]: where each sequence begins in the .bin file, in bytes."""
+    documents: int
+    """Documents (a document may hold several sequences in files of other tools)."""
+    tokens: int
+    """Tokens in the .bin file."""
+    bin_bytes: int
+    """Size of the .bin file."""
+
+    @property
+    def sequences(self) -> int:
+        """Sequences S: what the splits of a dataset count."""
+        return int(self.lengths.shape[0])
+
+    def tokens_in(self, begin: int, end: int) -> int:
+        """Tokens of sequences begin <= i < end."""
+        if end <= begin:
+            return 0
+        last = end - 1
+        return (int(self.offsets[last]) - int(self.offsets[begin])) // self.dtype.itemsize + int(self.lengths[last])
+
+    def fingerprint(self) -> str:
+        """Hash that changes with the sequences' lengths: of sizes and of 64 blocks of the cumulative offsets.
+
+        Index caches are named by it, so that a dataset that is written anew under an old name finds no old cache.
+        """
+        digest = hashlib.sha256(f"{self.dtype}:{self.sequences}:{self.tokens}".encode())
+        for begin in np.linspace(0, max(0, self.sequences - 1), 64).astype(int):
+            digest.update(np.ascontiguousarray(self.offsets[begin : begin + 1024]).tobytes())
+        return digest.hexdigest()
+
+    def max_id(self, scan_tokens: int = 1 << 24, windows: int = 64) -> int:
+        """Largest token id: of all tokens where there are few, else of evenly spread windows."""
+        ids = np.memmap(self.prefix + ".bin", dtype=self.dtype, mode="r")
+        if ids.shape[0] <= scan_tokens:
+            return int(ids.max())
+        width = scan_tokens // windows
+        return max(int(ids[at : at + width].max()) for at in np.linspace(0, len(ids) - width, windows).astype(int))
+
+
+def _damaged(path: str, what: str) -> UserError:
+    return UserError(f"{path}: {what}; prepare or copy the dataset again.")
+
+
+def read_index(prefix: str | os.PathLike[str]) -> Index:
+    """Read and check `<prefix>.idx` against `<prefix>.bin`.
+
+    Raises UserError that names the file for a missing, foreign or truncated one.
+    """
+    prefix = os.fspath(prefix)
+    idx, bin_ = prefix + ".idx", prefix + ".bin"
+    for path in (idx, bin_):
+        if not os.path.isfile(path):
+            near = sorted(p.stem for p in Path(path).parent.glob("*.idx"))[:5]
+            hint = f"datasets in that folder: {', '.join(near)}" if near else "no dataset lies in that folder"
+            raise UserError(f"{path}: no such file ({hint}); a dataset is given by its path without .bin/.idx.")
+    idx_bytes, bin_bytes = os.path.getsize(idx), os.path.getsize(bin_)
+    with open(idx, "rb") as stream:
+        head = stream.read(HEADER.size)
+    if not head.startswith(MAGIC):
+        if head.startswith(b"TNTIDX"):
+            raise UserError(f"{idx}: made with Megatron's old lazy/cached format; prepare it again.")
+        raise _damaged(idx, "not the index of an indexed dataset")
+    if len(head) < HEADER.size:
+        raise _damaged(idx, f"truncated ({idx_bytes} bytes, the header alone has {HEADER.size})")
+    _, version, code, sequences, edges = HEADER.unpack(head)
+    if version != 1 or code not in DTYPES:
+        raise _damaged(idx, f"format version {version} with number type {code} is not token data of a known version")
+    need = HEADER.size + 12 * sequences + 8 * edges
+    if idx_bytes not in (need, need + sequences):  # the second: one mode byte a sequence
+        raise _damaged(idx, f"truncated or damaged ({idx_bytes} bytes, its header needs {need})")
+    if sequences == 0 or edges < 2:
+        raise _damaged(idx, "the dataset has no documents")
+    lengths = np.memmap(idx, np.int32, "r", HEADER.size, (sequences,))
+    offsets = np.memmap(idx, np.int64, "r", HEADER.size + 4 * sequences, (sequences,))
+    dtype = np.dtype(DTYPES[code])
+    end = int(offsets[-1]) + int(lengths[-1]) * dtype.itemsize
+    if bin_bytes < end:
+        raise _damaged(bin_, f"truncated ({bin_bytes} bytes, its index needs {end})")
+    return Index(prefix, dtype, lengths, offsets, edges - 1, end // dtype.itemsize, bin_bytes)
+
+
+def write_index(path: str | os.PathLike[str], dtype: str, lengths: np.ndarray) -> None:
+    """Write an .idx for documents of `lengths` (int32 [S], one sequence each); fsynced, memory bounded."""
+    count, itemsize = int(lengths.shape[0]), np.dtype(dtype).itemsize
+    with open(path, "wb") as out:
+        out.write(HEADER.pack(MAGIC, 1, _CODES[dtype], count, count + 1))
+        for at in range(0, count, _BLOCK):
+            out.write(lengths[at : at + _BLOCK].astype("<i4").tobytes())
+        position = 0
+        for at in range(0, count, _BLOCK):
+            sizes = lengths[at : at + _BLOCK].astype(np.int64) * itemsize
+            ends = position + np.cumsum(sizes)
+            out.write((ends - sizes).astype("<i8").tobytes())
+            position = int(ends[-1])
+        for at in range(0, count + 1, _BLOCK):
+            out.write(np.arange(at, min(at + _BLOCK, count + 1), dtype="<i8").tobytes())
+        out.flush()
+        os.fsync(out.fileno())

@@ -1,0 +1,158 @@
+"""The order of training sequences: GPTDataset and its blends, made a pure function of (seed, epoch, index).
+
+megatron-core shuffles all requested epochs together, so that a longer budget, or a resume past an epoch's edge, changes
+what earlier steps saw.  Here each epoch is shuffled by itself from (seed, epoch): a prefix of the order never depends
+on how much was asked for.  Cutting documents into samples, drawing the blend and reading tokens stay megatron-core's.
+
+Its rank-0-builds-then-barrier is replaced by `cache.cached_arrays`, which any number of processes may call at any time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from megatron.core.datasets import helpers
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+from megaponder.data.cache import cached_arrays
+from megaponder.data.indexed import read_index
+
+_FORMAT = 1  # of the cached arrays; raise it when they change
+
+
+@dataclass
+class OrderConfig(GPTDatasetConfig):
+    """GPTDatasetConfig plus what the caches need."""
+
+    wait_seconds: float = 600.0
+    """Longest wait for another process that builds an index."""
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    """`Index.fingerprint` of each dataset, so that old caches never serve a dataset that was written anew."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The part of a tokenizer that megatron-core's datasets ask for."""
+
+    vocab_size: int
+    eod: int | None
+
+    @property
+    def unique_identifiers(self) -> dict[str, Any]:
+        return {"vocab_size": self.vocab_size, "eod": self.eod}
+
+
+def cache_key(**parts: Any) -> str:
+    """Name of a set of arrays that `parts` determine."""
+    text = json.dumps({"format": _FORMAT, **parts}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _generator(seed: int, epoch: int, use: int) -> np.random.RandomState:
+    """Independent stream a (seed, epoch, use); RandomState's algorithms are frozen, those of Generator are not."""
+    return np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed, epoch, use])))
+
+
+def samples_in(epochs: int, tokens: int, sequence_length: int) -> int:
+    """Samples of sequence_length (+ 1 label) tokens that lie wholly in `epochs` epochs of `tokens` tokens."""
+    return max(0, epochs * tokens - 1) // sequence_length
+
+
+def epochs_for(samples: int, tokens: int, sequence_length: int) -> int:
+    """Epochs of `tokens` tokens that hold `samples` samples; at least one."""
+    return max(1, -(-(samples * sequence_length + 1) // tokens))
+
+
+def build_order(lengths: np.ndarray, ids: np.ndarray, length: int, epochs: int, seed: int) -> dict[str, np.ndarray]:
+    """Document, sample and shuffle index of whole `epochs` over documents `ids` (int32) of `lengths` (int32).
+
+    A sample that crosses an epoch's edge belongs to the later epoch; both shuffles stay inside their epoch.
+    """
+    documents = np.tile(ids.astype(np.int32), (epochs, 1))
+    for epoch in range(epochs):
+        _generator(seed, epoch, 0).shuffle(documents[epoch])
+    tokens = int(lengths[ids].sum(dtype=np.int64))
+    samples = helpers.build_sample_idx(np.array(lengths), documents.reshape(-1), length, epochs, tokens, True, True)
+    shuffle = np.arange(samples.shape[0] - 1, dtype=np.int64)
+    for epoch in range(epochs):
+        part = shuffle[samples_in(epoch, tokens, length) : samples_in(epoch + 1, tokens, length)]
+        _generator(seed, epoch, 1).shuffle(part)
+    return {"document": documents.reshape(-1), "sample": samples, "shuffle": shuffle}
+
+
+class EpochGPTDataset(GPTDataset):
+    """GPTDataset whose order is independent of the number of samples asked for; items are {"text": int64 [n + 1]}."""
+
+    config: OrderConfig
+
+    def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        config, lengths, ids = self.config, self.dataset.sequence_lengths, self.indices
+        tokens = int(lengths[ids].sum(dtype=np.int64))
+        epochs = epochs_for(self.num_samples, tokens, config.sequence_length)
+        key = cache_key(
+            seed=config.random_seed,
+            length=config.sequence_length,
+            range=[int(ids[0]), int(ids[-1]) + 1],
+            epochs=epochs,
+            data=config.fingerprints[self.dataset_path],
+        )
+        arrays = cached_arrays(
+            config.path_to_cache,
+            f"order-{key}",
+            ("document", "sample", "shuffle"),
+            lambda: build_order(lengths, ids, config.sequence_length, epochs, config.random_seed),
+            config.wait_seconds,
+        )
+        return arrays["document"], arrays["sample"], arrays["shuffle"]
+
+    def __getitem__(self, idx: int) -> dict[str, np.ndarray]:
+        text, _ = self._query_document_sample_shuffle_indices(int(idx))
+        return {"text": text}
+
+
+class CachedBlend(BlendedDataset):
+    """BlendedDataset with the shared cache; which source gives sequence i depends on weights and i alone."""
+
+    config: OrderConfig
+
+    def _build_indices(self) -> tuple[np.ndarray, np.ndarray]:
+        def build() -> dict[str, np.ndarray]:
+            source, sample = np.zeros(self.size, np.int16), np.zeros(self.size, np.int64)
+            helpers.build_blending_indices(source, sample, self.weights, len(self.datasets), self.size, False)
+            return {"source": source, "sample": sample}
+
+        key = cache_key(weights=[float(w).hex() for w in self.weights], size=self.size)
+        arrays = cached_arrays(
+            self.config.path_to_cache, f"blend-{key}", ("source", "sample"), build, self.config.wait_seconds
+        )
+        return arrays["source"], arrays["sample"]
+
+
+class LocalBuilder(BlendedMegatronDatasetBuilder):
+    """BlendedMegatronDatasetBuilder without collectives: each process builds or finds the caches by itself."""
+
+    def _build_megatron_datasets_parallel(self, prefixes: list[str], split: list, sizes_per_dataset: list) -> list:
+        pairs = zip(prefixes, sizes_per_dataset, strict=True)
+        rows = [self._build_megatron_dataset_splits(prefix, split, sizes) for prefix, sizes in pairs]
+        return [list(column) for column in zip(*rows, strict=True)]
+
+    def build_generic_dataset(  # type: ignore[override]
+        self, cls: type, is_built_on_rank: Any, synchronize_ranks: bool, *args: Any
+    ) -> Any:
+        if cls is BlendedDataset:
+            datasets, weights, _, config = args
+            # The builder rounds each source's share up and sums, which with many small sources asks for far more than
+            # the sources were built for.  With the size that was asked for, no source is drawn beyond its share + 1.
+            return CachedBlend(datasets, weights, self.sizes[datasets[0].index_split.value], config)
+        return cls(*args)
+
+
+def fingerprints(prefixes: list[str]) -> dict[str, str]:
+    """`Index.fingerprint` of each dataset."""
+    return {prefix: read_index(prefix).fingerprint() for prefix in prefixes}

@@ -1,0 +1,145 @@
+"""Training sequences by number: the same global order on every layout, read by each rank for itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sized
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from megaponder.config.schema import RunConfig
+from megaponder.data.batch import MicroBatch, make_micro_batch
+from megaponder.data.check import DataFacts, SourceFacts, check_data
+from megaponder.errors import ConfigError, UserError
+
+
+class TextDataset(Sized, Protocol):
+    """Items are {"text": int64 [n + 1], ...}."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+
+
+class SampleStream:
+    """Sequences 0 ... len-1 of a blend.  Which tokens sequence i has depends on seed, blend and i alone."""
+
+    def __init__(
+        self, dataset: TextDataset, sequences: int, loss_mask: str, eod_id: int | None, vocab_size: int, field: str
+    ):
+        self.dataset, self.sequences, self.field = dataset, sequences, field
+        self.loss_mask, self.eod_id, self.vocab_size = loss_mask, eod_id, vocab_size
+        # One thread reads what the next call will ask for, so that slow storage hides behind compute.
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix=f"read-{field}")
+        self._ahead: tuple[tuple[int, ...], Future[list[MicroBatch]]] | None = None
+
+    def __len__(self) -> int:
+        """Sequences that were asked for when the stream was built."""
+        return self.sequences
+
+    def sequence(self, index: int) -> np.ndarray:
+        """Tokens of sequence `index`, int64 [n + 1].  UserError for an id that the model has no embedding for."""
+        text = self.dataset[index]["text"]
+        largest = int(text.max())
+        if largest >= self.vocab_size:
+            raise UserError(
+                f"model.vocab_size = {self.vocab_size}: sequence {index} of {self.field} contains token id {largest}; "
+                f"use {largest + 1} or more, or the tokenizer's own size."
+            )
+        return text
+
+    def _read(self, first: int, global_batch: int, micro_batch: int, dp_rank: int, dp_size: int) -> list[MicroBatch]:
+        return [
+            make_micro_batch(
+                np.stack([self.sequence(first + j * micro_batch + i) for i in range(micro_batch)]),
+                self.loss_mask,
+                self.eod_id,
+            )
+            for j in range(dp_rank, global_batch // micro_batch, dp_size)
+        ]
+
+    def micro_batches(
+        self, first_sequence: int, global_batch: int, micro_batch: int, dp_rank: int, dp_size: int
+    ) -> list[MicroBatch]:
+        """This rank's micro-batches of sequences first_sequence ... first_sequence + global_batch - 1.
+
+        Micro-batch j holds `micro_batch` consecutive sequences and belongs to data-parallel rank j % dp_size.
+        Raises ConfigError when the batch does not divide, ValueError for sequences that the stream does not have.
+        """
+        if global_batch % (micro_batch * dp_size):
+            unit = micro_batch * dp_size
+            raise ConfigError(
+                "train.global_batch",
+                global_batch,
+                f"must be a multiple of micro_batch x data-parallel size = {unit}",
+                f"use {max(1, round(global_batch / unit)) * unit}",
+            )
+        if first_sequence < 0 or first_sequence + global_batch > self.sequences:
+            raise ValueError(
+                f"{self.field} has sequences 0 to {self.sequences - 1}, not {first_sequence} to "
+                f"{first_sequence + global_batch - 1}"
+            )
+        request = (first_sequence, global_batch, micro_batch, dp_rank, dp_size)
+        ahead, self._ahead = self._ahead, None
+        batches = ahead[1].result() if ahead is not None and ahead[0] == request else self._read(*request)
+        following = (first_sequence + global_batch, *request[1:])
+        if following[0] + global_batch <= self.sequences:
+            self._ahead = (following, self._reader.submit(self._read, *following))
+        return batches
+
+
+@dataclass(frozen=True)
+class Streams:
+    """The data of a run."""
+
+    train: SampleStream
+    valid: SampleStream | None
+    """None when no validation sequences were asked for."""
+
+
+def _blend(sources: list[SourceFacts]) -> tuple[list[str], list[float] | None]:
+    """The form that megatron-core takes; a single source needs no weight."""
+    return [s.path for s in sources], [s.weight for s in sources] if len(sources) > 1 else None
+
+
+def _datasets(cfg: RunConfig, facts: DataFacts, train: int, valid: int) -> tuple[TextDataset, TextDataset | None]:
+    from megaponder.data import order  # here: megatron-core must be imported after engine.cpu.install()
+
+    seed = cfg.train.seed if cfg.data.shuffle_seed is None else cfg.data.shuffle_seed
+    paths = list(dict.fromkeys(s.path for s in [*facts.train, *facts.valid]))
+    shared: dict[str, Any] = {
+        "random_seed": seed,
+        "sequence_length": cfg.data.sequence_length,
+        "path_to_cache": cfg.data.cache or os.path.join(cfg.run, "cache"),
+        "tokenizer": order.Vocabulary(facts.vocab_size, facts.eod_id),
+        "reset_position_ids": False,
+        "reset_attention_mask": False,
+        "eod_mask_loss": False,
+        "create_attention_mask": False,
+        "wait_seconds": 60.0 * cfg.parallel.timeout_minutes,
+        "fingerprints": order.fingerprints(paths),
+    }
+    if cfg.data.valid:
+        blends = [_blend(facts.train), _blend(facts.valid) if valid else None, None]
+        config = order.OrderConfig(blend_per_split=blends, **shared)
+    else:
+        config = order.OrderConfig(blend=_blend(facts.train), split=cfg.data.split, **shared)
+        config.split_matrix = [config.split_matrix[0], config.split_matrix[1] if valid else None, None]
+    built = order.LocalBuilder(order.EpochGPTDataset, [train, valid, 0], lambda: True, config).build()
+    return built[0], built[1]
+
+
+def build_streams(cfg: RunConfig, train_sequences: int, valid_sequences: int) -> Streams:
+    """Streams of `train_sequences` and `valid_sequences` sequences; datasets are repeated by whole epochs as needed.
+
+    Every rank calls this; no rank waits for another except through the index cache's file lock.
+    Raises what `check_data` raises, and UserError when the cache folder cannot be used.
+    """
+    facts = check_data(cfg)
+    train, valid = _datasets(cfg, facts, train_sequences, valid_sequences)
+    rest = (cfg.data.loss_mask, facts.eod_id, facts.vocab_size)
+    return Streams(
+        SampleStream(train, train_sequences, *rest, "data.train"),
+        SampleStream(valid, valid_sequences, *rest, "data.valid") if valid is not None else None,
+    )
