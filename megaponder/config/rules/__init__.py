@@ -1,0 +1,30 @@
+"""Every rule that a configuration must keep, checked before any process group is made.
+
+A rule is a function of a `Case` that raises ConfigError (field, value, rule, nearest legal value) or does nothing.  The
+order of the tables is the order of checking: simple ranges first, so that later rules may divide by what they read.
+"""
+
+from __future__ import annotations
+
+from megaponder.config.facts import MethodFacts
+from megaponder.config.rules import data, layout, model, precision, run
+from megaponder.config.rules.case import Case, Machine, Rule
+from megaponder.config.schema import RunConfig
+
+RULES: tuple[Rule, ...] = (*model.RULES, *data.RULES, *run.RULES, *layout.RULES, *precision.RULES)
+
+
+def check(
+    cfg: RunConfig, facts: MethodFacts, world_size: int, machine: Machine | None = None, needs_data: bool = False
+) -> None:
+    """Raise ConfigError for the first broken rule of a resolved configuration.
+
+    `machine` is where the run will happen (None: not known, as in a plan for another cluster; rules about devices and
+    installed kernels are then left out).  `needs_data` asks for the dataset files too.
+    """
+    case = Case(cfg, facts, world_size, machine, needs_data)
+    for rule in RULES:
+        rule(case)
+
+
+__all__ = ["RULES", "Case", "Machine", "MethodFacts", "check"]

@@ -1,0 +1,94 @@
+"""Rules on samples, blends and splits."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from megaponder.config.fields import nearest
+from megaponder.config.rules.case import Case, Rule, require
+
+
+def sequence_fits(c: Case) -> None:
+    """A sample is no longer than the position table, or than the limit that exports state."""
+    length, limit = c.cfg.data.sequence_length, c.cfg.model.max_positions
+    assert limit is not None
+    require(length >= 1, "data.sequence_length", length, "it must be at least 1", "use 2048")
+    fix = f"the nearest is {limit}, or raise model.max_positions"
+    rule = f"it is longer than model.max_positions = {limit}"
+    require(length <= limit, "data.sequence_length", length, rule, fix)
+
+
+def eod_is_a_token(c: Case) -> None:
+    """The end-of-document id is in the vocabulary."""
+    eod, vocab = c.cfg.data.eod_id, c.cfg.model.vocab_size
+    if eod is not None:
+        ok = eod >= 0 and (vocab is None or eod < vocab)
+        require(
+            ok, "data.eod_id", eod, f"it must be an id of the vocabulary of {vocab}", "leave it out: the dataset knows"
+        )
+
+
+def split_is_three_parts(c: Case) -> None:
+    """Training, validation, test."""
+    text, fix = c.cfg.data.split, "for example 969,30,1"
+    try:
+        parts = [float(p) for p in text.split(",")]
+    except ValueError:
+        parts = []
+    ok = len(parts) == 3 and all(math.isfinite(p) and p >= 0 for p in parts)
+    require(ok, "data.split", text, "it must be three numbers train,validation,test of at least 0", fix)
+    require(parts[0] > 0, "data.split", text, "the training part must be positive", fix)
+    needs_valid = c.cfg.train.eval_batches > 0 and not c.cfg.data.valid
+    rule = "evaluation takes its sequences from the validation part, which is 0"
+    require(parts[1] > 0 or not needs_valid, "data.split", text, rule, f"{fix}, or train.eval_batches: 0")
+
+
+def blends_are_well_formed(c: Case) -> None:
+    """`path` or `weight path weight path ...`."""
+    for name in ("train", "valid"):
+        blend, field = getattr(c.cfg.data, name), f"data.{name}"
+        weights = [x for x in blend if not isinstance(x, str)]
+        if not weights:
+            ok = len(blend) <= 1
+            fix = f"for example {_weighted(blend)}"
+            require(ok, field, blend, "several datasets need a weight before each", fix)
+            continue
+        pairs = len(blend) % 2 == 0 and all(
+            isinstance(w, float) and isinstance(p, str) for w, p in zip(blend[::2], blend[1::2], strict=True)
+        )
+        require(pairs, field, blend, "it must be weight path weight path ...", "for example [0.3, wiki, 0.7, books]")
+        good = all(math.isfinite(float(w)) and float(w) > 0 for w in weights)
+        require(good, field, blend, "weights must be positive", "leave out a dataset of weight 0")
+
+
+def _weighted(blend: list[str | float]) -> str:
+    return "[" + ", ".join(f"1.0, {path}" for path in blend) + "]"
+
+
+def datasets_exist(c: Case) -> None:
+    """Both files of every dataset are there."""
+    if not c.needs_data:
+        return
+    fix = "name a dataset that `megaponder prepare` wrote"
+    require(bool(c.cfg.data.train), "data.train", [], "training needs a dataset", fix)
+    for name in ("train", "valid"):
+        for path in (Path(p) for p in getattr(c.cfg.data, name) if isinstance(p, str)):
+            for suffix in (".bin", ".idx"):
+                require(
+                    Path(f"{path}{suffix}").is_file(), f"data.{name}", str(path), f"there is no file {path}{suffix}",
+                    _like(path, suffix),
+                )  # fmt: skip
+
+
+def _like(path: Path, suffix: str) -> str:
+    folder = path.parent
+    there = sorted(p.name.removesuffix(suffix) for p in folder.glob(f"*{suffix}")) if folder.is_dir() else []
+    bare = path.name.removesuffix(".bin").removesuffix(".idx")
+    close = bare if bare in there else nearest(path.name, there)
+    if close:
+        return f"did you mean {folder / close}"
+    return f"{folder} has {', '.join(there[:8]) or 'no dataset'}"
+
+
+RULES: tuple[Rule, ...] = (sequence_fits, eod_is_a_token, split_is_three_parts, blends_are_well_formed, datasets_exist)

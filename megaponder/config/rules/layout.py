@@ -1,0 +1,164 @@
+"""Rules on the parallel layout: what divides what, and what the pipeline schedules can run."""
+
+from __future__ import annotations
+
+import math
+
+from megaponder.config.rules.case import Case, Rule, divisors, nearest_divisor, nearest_multiple, require
+
+
+def degrees_are_positive(c: Case) -> None:
+    """A degree of 1 switches a kind of parallelism off."""
+    for name in ("tensor", "pipeline"):
+        value = getattr(c.cfg.parallel, name)
+        require(value >= 1, f"parallel.{name}", value, "it must be at least 1", "the nearest is 1")
+    require(c.world_size >= 1, "world size", c.world_size, "it must be at least 1", "the nearest is 1")
+
+
+def tensor_divides_widths(c: Case) -> None:
+    """Each tensor rank holds whole heads and equal parts of the MLP."""
+    m, tp = c.cfg.model, c.cfg.parallel.tensor
+    assert m.num_heads and m.num_kv_heads and m.ffn_size
+    widths = {"num_heads": m.num_heads, "num_kv_heads": m.num_kv_heads, "ffn_size": m.ffn_size}
+    near = nearest_divisor(tp, *widths.values())
+    for name, width in widths.items():
+        rule = f"it must divide model.{name} = {width}"
+        require(width % tp == 0, "parallel.tensor", tp, rule, f"the nearest is {near}")
+
+
+def tensor_divides_vocabulary(c: Case) -> None:
+    """Each tensor rank holds an equal part of the padded table, whose size may not depend on the layout."""
+    tp, m = c.cfg.parallel.tensor, c.cfg.model
+    if c.padded_vocab is not None:
+        fix = f"the nearest is {math.lcm(m.vocab_multiple, tp)}"
+        rule = f"it pads the vocabulary to {c.padded_vocab} rows, which parallel.tensor = {tp} does not divide"
+        require(c.padded_vocab % tp == 0, "model.vocab_multiple", m.vocab_multiple, rule, fix)
+
+
+def sequence_parallel_divides(c: Case) -> None:
+    """Each tensor rank holds an equal part of the tokens between the blocks."""
+    p, length = c.cfg.parallel, c.cfg.data.sequence_length
+    if not p.sequence:
+        return
+    require(p.tensor > 1, "parallel.sequence", True, "it needs parallel.tensor of at least 2", "use false")
+    rule = f"with sequence parallelism it must be a multiple of parallel.tensor = {p.tensor}"
+    fix = f"the nearest is {nearest_multiple(length, p.tensor)}"
+    require(length % p.tensor == 0, "data.sequence_length", length, rule, fix)
+
+
+def pipeline_divides_layers(c: Case) -> None:
+    """Each stage holds the same number of layers."""
+    pp, layers = c.cfg.parallel.pipeline, c.cfg.model.num_layers
+    assert layers
+    rule = f"it must divide model.num_layers = {layers}"
+    require(layers % pp == 0, "parallel.pipeline", pp, rule, f"the nearest is {nearest_divisor(pp, layers)}")
+
+
+def replica_divides_world(c: Case) -> None:
+    """The world holds whole replicas."""
+    p, replica = c.cfg.parallel, c.ranks_per_replica
+    rule = f"it must be a multiple of parallel.tensor x parallel.pipeline = {p.tensor} x {p.pipeline}"
+    fix = f"the nearest is {nearest_multiple(c.world_size, replica)} processes"
+    require(c.world_size % replica == 0, "world size", c.world_size, rule, fix)
+
+
+def batch_divides(c: Case) -> None:
+    """Every rank gets whole micro-batches, in every step of a ramp-up."""
+    t, unit = c.cfg.train, c.cfg.train.micro_batch * c.dp
+    what = f"train.micro_batch x data-parallel size = {t.micro_batch} x {c.dp}"
+    rule, near = f"it must be a multiple of {what}", nearest_multiple(t.global_batch, unit)
+    require(t.global_batch % unit == 0, "train.global_batch", t.global_batch, rule, f"the nearest is {near}")
+    if t.batch_rampup is not None:
+        start, increment, length = t.batch_rampup
+        fix = f"the nearest is [{nearest_multiple(start, unit)}, {nearest_multiple(increment, unit)}, {length}]"
+        rule = f"start and increment must be multiples of {what}"
+        require(start % unit == 0 and increment % unit == 0, "train.batch_rampup", t.batch_rampup, rule, fix)
+
+
+def group_fits(micro_batches: int, pipeline: int, group: int) -> bool:
+    """Whether the interleaved schedule runs M micro-batches of a rank in groups of N on P stages."""
+    rest = micro_batches % group
+    return group >= pipeline and (rest == 0 or rest >= pipeline)
+
+
+def choose_group(micro_batches: int, pipeline: int) -> int | None:
+    """The smallest legal group size N (least memory): P where it fits; None with fewer micro-batches than stages."""
+    return next((n for n in range(pipeline, micro_batches + 1) if group_fits(micro_batches, pipeline, n)), None)
+
+
+def passes_fill_the_pipeline(c: Case) -> None:
+    """Several passes on several stages need at least as many micro-batches as stages, in groups that fit."""
+    p, t = c.cfg.parallel, c.cfg.train
+    if p.pipeline == 1 or c.facts.max_passes == 1:
+        return  # passes inside one forward, or plain 1F1B: any number of micro-batches
+    unit = t.micro_batch * c.dp
+    for batch in c.batches:
+        m = batch // unit
+        ramp = batch != t.global_batch
+        field, value = ("train.batch_rampup", t.batch_rampup) if ramp else ("train.global_batch", t.global_batch)
+        what = (
+            f"{m} micro-batches a rank at a global batch of {batch}" if ramp else f"it gives {m} micro-batches a rank"
+        )
+        least = unit * p.pipeline
+        rule = f"{what}, and {c.facts.max_passes} passes on {p.pipeline} stages need at least {p.pipeline}"
+        require(m >= p.pipeline, field, value, rule, _more_micro_batches(c, least, ramp))
+        if p.microbatch_group is not None:
+            legal = [n for n in range(p.pipeline, m + 1) if group_fits(m, p.pipeline, n)]
+            near = min(legal, key=lambda n: (abs(n - (p.microbatch_group or 0)), n))
+            rule = (
+                f"it must be at least parallel.pipeline = {p.pipeline} and divide the {m} micro-batches of a rank with "
+                f"rest 0 or at least {p.pipeline}"
+            )
+            ok = group_fits(m, p.pipeline, p.microbatch_group)
+            require(ok, "parallel.microbatch_group", p.microbatch_group, rule, f"the nearest is {near}")
+
+
+def _more_micro_batches(c: Case, least: int, ramp: bool) -> str:
+    if ramp:
+        return f"start at {least} or more"
+    smaller = [
+        d
+        for d in divisors(c.cfg.train.micro_batch)
+        if c.cfg.train.global_batch // (d * c.dp) >= c.cfg.parallel.pipeline
+    ]
+    other = f", or train.micro_batch: {smaller[-1]}" if smaller else ""
+    return f"the nearest is {least}{other}"
+
+
+def overlap_has_what_it_needs(c: Case) -> None:
+    """Parameters are gathered from optimizer shards, behind gradients that were reduced during backward."""
+    p, field = c.cfg.parallel, "parallel.overlap_param_gather"
+    if p.overlap_param_gather:
+        fix = "set that to true, or this one to false"
+        require(p.distributed_optimizer, field, True, "it needs parallel.distributed_optimizer", fix)
+        require(p.overlap_grad_reduce, field, True, "it needs parallel.overlap_grad_reduce", fix)
+
+
+def overlap_needs_fixed_passes(c: Case) -> None:
+    """megatron-core counts in the first step how often each gradient arrives, and later reduces at that count."""
+    rule = "the method changes its number of passes between steps, and the reduction would start too early or never"
+    ok = not (c.cfg.parallel.overlap_grad_reduce and c.facts.varying_passes)
+    require(ok, "parallel.overlap_grad_reduce", True, rule, "use false, or a fixed number of passes")
+
+
+def gloo_keeps_outputs(c: Case) -> None:
+    """gloo still reads a sent tensor after the send has been posted: freeing it corrupts the numbers silently."""
+    on_cpu = c.machine is not None and c.machine.device == "cpu"
+    rule = "gloo still reads outputs that are being sent, so freeing them corrupts the numbers"
+    ok = not (c.cfg.parallel.deallocate_pipeline_outputs and on_cpu)
+    require(ok, "parallel.deallocate_pipeline_outputs", True, rule, "use false or leave it out")
+
+
+RULES: tuple[Rule, ...] = (
+    degrees_are_positive,
+    tensor_divides_widths,
+    tensor_divides_vocabulary,
+    sequence_parallel_divides,
+    pipeline_divides_layers,
+    replica_divides_world,
+    batch_divides,
+    passes_fill_the_pipeline,
+    overlap_has_what_it_needs,
+    overlap_needs_fixed_passes,
+    gloo_keeps_outputs,
+)

@@ -1,0 +1,92 @@
+"""Rules on the backbone alone."""
+
+from __future__ import annotations
+
+from megaponder.config.rules.case import Case, Rule, nearest_divisor, nearest_multiple, require
+
+
+def sizes_are_positive(c: Case) -> None:
+    """A size counts something."""
+    m = c.cfg.model
+    for name in (
+        "num_layers",
+        "hidden_size",
+        "num_heads",
+        "num_kv_heads",
+        "ffn_size",
+        "vocab_multiple",
+        "max_positions",
+    ):
+        value = getattr(m, name)
+        require(value is not None and value >= 1, f"model.{name}", value, "it must be at least 1", "for example 1")
+    require(
+        m.vocab_size is None or m.vocab_size >= 2, "model.vocab_size", m.vocab_size, "it must be at least 2", "use 2"
+    )
+
+
+def heads_divide_hidden(c: Case) -> None:
+    """Each head takes an equal part of the residual stream."""
+    m = c.cfg.model
+    assert m.hidden_size and m.num_heads
+    near = nearest_divisor(m.num_heads, m.hidden_size)
+    rule = f"it must divide model.hidden_size = {m.hidden_size}"
+    require(m.hidden_size % m.num_heads == 0, "model.num_heads", m.num_heads, rule, f"the nearest is {near}")
+
+
+def kv_heads_divide_heads(c: Case) -> None:
+    """Each key/value head serves an equal group of query heads; only llama has fewer of them than query heads."""
+    m = c.cfg.model
+    assert m.num_heads and m.num_kv_heads
+    near = nearest_divisor(m.num_kv_heads, m.num_heads)
+    rule = f"it must divide model.num_heads = {m.num_heads}"
+    require(m.num_heads % m.num_kv_heads == 0, "model.num_kv_heads", m.num_kv_heads, rule, f"the nearest is {near}")
+    require(
+        m.family == "llama" or m.num_kv_heads == m.num_heads,
+        "model.num_kv_heads", m.num_kv_heads, f"{m.family} has no grouped-query attention", f"use {m.num_heads}",
+    )  # fmt: skip
+
+
+def rotary_dims_are_even(c: Case) -> None:
+    """RoPE rotates pairs of channels."""
+    m = c.cfg.model
+    assert m.hidden_size and m.num_heads and m.rotary_fraction is not None and m.rotary_base is not None
+    if m.family == "gpt2":
+        return
+    head = m.hidden_size // m.num_heads
+    require(0 < m.rotary_fraction <= 1, "model.rotary_fraction", m.rotary_fraction, "it lies in (0, 1]", "use 1.0")
+    require(m.rotary_base > 0, "model.rotary_base", m.rotary_base, "it must be positive", "use 10000.0")
+    dims = int(head * m.rotary_fraction)
+    near = min(head - head % 2, nearest_multiple(dims, 2)) / head
+    rule = f"it must rotate an even number of the {head} channels of a head, not {dims}"
+    fix = f"the nearest is {near:g}" if near else "use heads of at least 2 channels"
+    require(dims > 0 and dims % 2 == 0, "model.rotary_fraction", m.rotary_fraction, rule, fix)
+
+
+def parallel_residual_is_pythia(c: Case) -> None:
+    """Only GPT-NeoX blocks have both forms."""
+    m = c.cfg.model
+    rule = f"{m.family} blocks have no parallel residual"
+    require(not m.parallel_residual or m.family == "pythia", "model.parallel_residual", True, rule, "use false")
+
+
+def numbers_are_positive(c: Case) -> None:
+    """Epsilon, standard deviation and scales."""
+    m = c.cfg.model
+    require(
+        m.norm_eps is not None and m.norm_eps > 0, "model.norm_eps", m.norm_eps, "it must be positive", "use 1.0e-5"
+    )
+    require(m.init_std is None or m.init_std > 0, "model.init_std", m.init_std, "it must be positive", "use 0.02")
+    for name in ("init_output_scale", "embedding_scale"):
+        value = getattr(m, name)
+        ok = isinstance(value, str) or value > 0
+        require(ok, f"model.{name}", value, "it must be positive", "use auto")
+
+
+RULES: tuple[Rule, ...] = (
+    sizes_are_positive,
+    heads_divide_hidden,
+    kv_heads_divide_heads,
+    rotary_dims_are_even,
+    parallel_residual_is_pythia,
+    numbers_are_positive,
+)

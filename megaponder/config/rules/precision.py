@@ -1,0 +1,77 @@
+"""Rules on number formats and kernels."""
+
+from __future__ import annotations
+
+from megaponder.config.rules.case import Case, Rule, nearest_multiple, require
+
+FP8_ALIGNMENT = 16
+"""Both sides of an FP8 GEMM are multiples of this."""
+
+
+def fused_cross_entropy_is_bf16(c: Case) -> None:
+    """The fused kernel rounds its gradient to BF16, also in a run that is FP32 otherwise."""
+    p = c.cfg.precision
+    rule = "its gradient is rounded to bf16, which an fp32 run must not be"
+    ok = not (p.fused_cross_entropy and p.dtype == "fp32")
+    require(ok, "precision.fused_cross_entropy", True, rule, "use false, or precision.dtype: bf16")
+
+
+def fp8_needs_bf16(c: Case) -> None:
+    """FP8 GEMMs of Transformer Engine sit between BF16 activations."""
+    p = c.cfg.precision
+    if p.fp8 == "none":
+        return
+    require(
+        p.dtype == "bf16",
+        "precision.fp8",
+        p.fp8,
+        "it needs precision.dtype = bf16",
+        "use none, or precision.dtype: bf16",
+    )
+    rule = "it needs Transformer Engine's layers, not precision.implementation = local"
+    require(p.implementation != "local", "precision.fp8", p.fp8, rule, "use none, or precision.implementation: te")
+
+
+def fp8_sizes_are_aligned(c: Case) -> None:
+    """Every matrix that a rank multiplies has sides that are multiples of 16."""
+    m, tp = c.cfg.model, c.cfg.parallel.tensor
+    if c.cfg.precision.fp8 == "none":
+        return
+    assert m.hidden_size and m.ffn_size
+    unit = FP8_ALIGNMENT * tp
+    for name, size in (("hidden_size", m.hidden_size), ("ffn_size", m.ffn_size)):
+        rule = f"for fp8 it must be a multiple of {FP8_ALIGNMENT} on each of parallel.tensor = {tp} ranks"
+        require(size % unit == 0, f"model.{name}", size, rule, f"the nearest is {nearest_multiple(size, unit)}")
+    length, batch = c.cfg.data.sequence_length, c.cfg.train.micro_batch
+    share = tp if c.cfg.parallel.sequence else 1
+    rule = f"for fp8 the {length} x {batch} rows of a micro-batch must be a multiple of {FP8_ALIGNMENT * share}"
+    fix = f"the nearest is {nearest_multiple(length, FP8_ALIGNMENT * share)}"
+    require(length * batch % (FP8_ALIGNMENT * share) == 0, "data.sequence_length", length, rule, fix)
+
+
+def machine_has_the_kernels(c: Case) -> None:
+    """What is asked for by name must be there; `auto` takes what there is."""
+    p, here = c.cfg.precision, c.machine
+    if here is None:
+        return
+    te = here.device == "cuda" and here.transformer_engine
+    rule = "Transformer Engine or a GPU is missing here"
+    require(te or p.implementation != "te", "precision.implementation", p.implementation, rule, "use auto or local")
+    if p.fp8 != "none":
+        require(te, "precision.fp8", p.fp8, rule, "use none, or install megaponder[gpu] on a machine with a GPU")
+        rule = f"it needs compute capability 8.9 or newer, and this GPU has {here.capability}"
+        require((here.capability or (0, 0)) >= (8, 9), "precision.fp8", p.fp8, rule, "use none")
+        rule = "blockwise scaling needs compute capability 9.0 (Hopper) or newer"
+        ok = p.fp8 != "blockwise" or (here.capability or (0, 0)) >= (9, 0)
+        require(ok, "precision.fp8", p.fp8, rule, "the nearest is current")
+    rule = "NVIDIA apex's kernel fused_weight_gradient_mlp_cuda is missing here"
+    ok = p.grad_accum_fusion is not True or here.grad_accum_kernel
+    require(ok, "precision.grad_accum_fusion", True, rule, "use auto or false")
+
+
+RULES: tuple[Rule, ...] = (
+    fused_cross_entropy_is_bf16,
+    fp8_needs_bf16,
+    fp8_sizes_are_aligned,
+    machine_has_the_kernels,
+)

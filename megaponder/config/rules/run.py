@@ -1,0 +1,147 @@
+"""Rules on optimizer, schedule, budget, checkpoints and logging."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from megaponder.config import budget
+from megaponder.config.fields import all_fields
+from megaponder.config.rules.case import Case, Rule, nearest_multiple, require
+
+
+def _value(c: Case, name: str) -> Any:
+    section, _, field = name.partition(".")
+    return getattr(getattr(c.cfg, section), field)
+
+
+# (field, lowest, lowest is legal, highest, highest is legal)
+RANGES: tuple[tuple[str, float, bool, float, bool], ...] = (
+    ("optimizer.lr", 0, False, 1, True),
+    ("optimizer.beta1", 0, True, 1, False),
+    ("optimizer.beta2", 0, True, 1, False),
+    ("optimizer.eps", 0, False, 1, False),
+    ("optimizer.weight_decay", 0, True, 1, False),
+    ("optimizer.clip_grad", 0, True, math.inf, False),
+    ("schedule.warmup_fraction", 0, True, 1, False),
+    ("schedule.min_lr_fraction", 0, True, 1, True),
+    ("schedule.decay_fraction", 0, True, 1, True),
+    ("train.global_batch", 1, True, math.inf, False),
+    ("train.micro_batch", 1, True, math.inf, False),
+    ("train.eval_every", 0, True, math.inf, False),
+    ("train.eval_batches", 0, True, math.inf, False),
+    ("train.seed", 0, True, 2**31, False),
+    ("checkpoint.every", 0, True, math.inf, False),
+    ("checkpoint.keep_last", 1, True, math.inf, False),
+    ("checkpoint.keep_every", 0, True, math.inf, False),
+    ("logging.every", 1, True, math.inf, False),
+    ("logging.peak_tflops", 0, False, math.inf, False),
+    ("train.steps", 1, True, math.inf, False),
+    ("train.tokens", 1, True, math.inf, False),
+    ("parallel.timeout_minutes", 0, False, math.inf, False),
+)
+
+
+def numbers_are_in_range(c: Case) -> None:
+    """Each number lies where it means something."""
+    for name, low, low_ok, high, high_ok in RANGES:
+        value = _value(c, name)
+        if value is None:
+            continue
+        above = value >= low if low_ok else value > low
+        below = value <= high if high_ok else value < high
+        words = f"at least {low:g}" if low_ok else f"more than {low:g}"
+        if high < math.inf:
+            words += f" and {'at most' if high_ok else 'less than'} {high:g}"
+        end = low if low_ok and not above else high if high_ok and not below else all_fields()[name].default
+        fix = f"the nearest is {end:g}" if end in (low, high) else f"the default is {end}"
+        require(above and below, name, value, f"it must be {words}", fix)
+
+
+def budget_is_given_once(c: Case) -> None:
+    """Steps or tokens, and where both are written they agree (a resolved configuration has both)."""
+    t = c.cfg.train
+    require(
+        t.steps is not None or t.tokens is not None,
+        "train.steps",
+        None,
+        "a run needs a budget",
+        "give it or train.tokens",
+    )
+    if t.steps is not None and t.tokens is not None:
+        steps = budget.steps_for_tokens(c.cfg, t.tokens)
+        rule = f"train.tokens = {t.tokens} is {steps} steps, and only one of the two may set the budget"
+        require(t.steps == steps, "train.steps", t.steps, rule, "set the other one to null")
+
+
+def rampup_is_three_numbers(c: Case) -> None:
+    """[start, increment, sequences], and equal increments end at the full batch."""
+    ramp, full = c.cfg.train.batch_rampup, c.cfg.train.global_batch
+    if ramp is None:
+        return
+    field = "train.batch_rampup"
+    ok = len(ramp) == 3 and min(ramp) >= 1
+    require(
+        ok,
+        field,
+        ramp,
+        "it must be three positive integers [start, increment, sequences]",
+        f"for example [{max(1, full // 8)}, {max(1, full // 8)}, {100 * full}]",
+    )
+    start, increment, length = ramp
+    rule = f"it must start below train.global_batch = {full}"
+    require(start < full, field, ramp, rule, "leave it out to start with the full batch")
+    near = full - max(1, round((full - start) / increment)) * increment
+    near = near if near > 0 else full - increment
+    fix = f"the nearest is [{near}, {increment}, {length}]" if near > 0 else "use a smaller increment"
+    rule = f"whole increments of {increment} must lead from {start} to train.global_batch = {full}"
+    require((full - start) % increment == 0, field, ramp, rule, fix)
+
+
+def warmup_and_decay_fit(c: Case) -> None:
+    """Under wsd, warm-up and final fall share the budget."""
+    s = c.cfg.schedule
+    total = s.warmup_fraction + s.decay_fraction
+    ok = s.kind != "wsd" or total <= 1
+    rule = f"with schedule.warmup_fraction = {s.warmup_fraction} it is more than the whole budget"
+    fix = f"the nearest is {1 - s.warmup_fraction:g}"
+    require(ok, "schedule.decay_fraction", s.decay_fraction, rule, fix)
+
+
+def kept_checkpoints_are_written(c: Case) -> None:
+    """A step that is to be kept forever is a step at which one is saved."""
+    p = c.cfg.checkpoint
+    if p.keep_every:
+        rule = f"it must be a multiple of checkpoint.every = {p.every}, or none is ever kept"
+        near = nearest_multiple(p.keep_every, p.every) if p.every else 0
+        ok = p.every > 0 and p.keep_every % p.every == 0
+        require(ok, "checkpoint.keep_every", p.keep_every, rule, f"the nearest is {near}")
+
+
+def load_can_be_used(c: Case) -> None:
+    """Weights to start from are of no use where the run folder's own checkpoint is demanded."""
+    p = c.cfg.checkpoint
+    rule = "it is never used with checkpoint.resume = must"
+    require(p.load is None or p.resume != "must", "checkpoint.load", p.load, rule, "use checkpoint.resume: auto")
+    if p.load is not None and c.needs_data:
+        require(Path(p.load).is_dir(), "checkpoint.load", p.load, "there is no such folder", "name a checkpoint folder")
+
+
+def run_is_a_folder(c: Case) -> None:
+    """The run folder may be absent, but no file may have its name."""
+    path = Path(c.cfg.run)
+    require(bool(c.cfg.run.strip()), "run", c.cfg.run, "it must name a folder", "for example runs/first")
+    ok = not path.exists() or path.is_dir()
+    require(ok, "run", c.cfg.run, "a file has this name", f"for example {c.cfg.run}-run")
+
+
+RULES: tuple[Rule, ...] = (
+    numbers_are_in_range,
+    rampup_is_three_numbers,
+    budget_is_given_once,
+    warmup_and_decay_fit,
+    kept_checkpoints_are_written,
+    load_can_be_used,
+    run_is_a_folder,
+)
