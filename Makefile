@@ -1,0 +1,49 @@
+# `make demo` and `make test` are all a newcomer needs; both make the environment first.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.complete
+DEMO ?= demo-run
+SCRIPTS := .ci/run $(wildcard launch/*.sh launch/*.sbatch)
+
+# BLAS threads beyond the cores that are there only slow small models and tests down.
+export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
+
+.PHONY: demo test lint format env clean help
+
+help: ## Show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "make %-8s %s\n", $$1, $$2}'
+
+demo: env ## Train, resume, export and sample a small pondering model on the CPU; result in demo-run/
+	$(BIN)/megaponder demo $(DEMO)
+
+test: lint ## Lint, then all tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: env ## ruff, mypy, codespell, shellcheck
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/codespell
+	$(BIN)/shellcheck $(SCRIPTS)
+
+format: env ## Let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+env: $(STAMP) ## Make .venv with the tested versions (Python 3.10+; make env PYTHON=python3.12 picks another)
+
+# The stamp is written last, so an interrupted installation is taken up again.
+$(STAMP): pyproject.toml setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+	  echo "megaponder needs Python 3.10 or newer, but $(PYTHON) is $$($(PYTHON) --version 2>&1 | head -n 1): run make PYTHON=python3.11, or any newer one you have." >&2; exit 1; }
+	@$(BIN)/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+	@echo "Installing into $(VENV) (once, some minutes) ..."
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+clean: ## Remove the environment, caches and the demo's folder
+	rm -rf $(VENV) $(DEMO) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
