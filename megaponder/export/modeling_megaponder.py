@@ -281,9 +281,9 @@ class Backbone(nn.Module):
         self.layers = nn.ModuleList([Layer(config) for _ in range(config.num_hidden_layers)])
         self.norm = make_norm(config)
 
-    def embed(self, ids: Tensor, positions: Tensor, factor: float = 1.0) -> Tensor:
-        """factor * scale * table[ids], plus unscaled learned positions where the family has them: [b, r, H]."""
-        x = self.embed_tokens(ids) * (factor * self.config.embedding_scale)
+    def embed(self, words: Tensor, positions: Tensor, factor: float = 1.0) -> Tensor:
+        """factor * scale * words (rows of the table), plus unscaled learned positions where the family has them."""
+        x = words * (factor * self.config.embedding_scale)
         return x + self.embed_positions(positions) if self.config.family == "gpt2" else x
 
     def stack(self, x: Tensor, index: int, run: Run, slots: int = 1) -> Tensor:
@@ -322,7 +322,7 @@ class Vanilla:
     def hidden(self, model: MegaponderForCausalLM, ids: Tensor, run: Run) -> Tensor:
         """[b, n, H] for ids [b, n]."""
         net = model.model
-        return net.norm(net.stack(net.embed(ids, run.positions), 0, run))
+        return net.norm(net.stack(net.embed(net.embed_tokens(ids), run.positions), 0, run))
 
 
 class Loop(Vanilla):
@@ -332,25 +332,33 @@ class Loop(Vanilla):
 
     def hidden(self, model: MegaponderForCausalLM, ids: Tensor, run: Run) -> Tensor:
         net = model.model
-        x = net.embed(ids, run.positions)
+        x = net.embed(net.embed_tokens(ids), run.positions)
         for index in range(self.options["extra_passes"] + 1):
             x = net.stack(x, index, run)
         return net.norm(x)
 
 
 class Pause(Vanilla):
-    """Each token is followed by `pauses` pause tokens at its position; the last one is read out."""
+    """Each token is followed by `pauses` pause tokens at its position; the last one is read out.
+
+    The pause token is a row of the table, or a row of its own where its id lies beyond the vocabulary.
+    """
 
     defaults = {"pauses": 3, "pause_token_id": 50288}
 
     def slots(self) -> int:
         return self.options["pauses"] + 1
 
+    def modules(self) -> dict[str, nn.Module]:
+        beyond = self.options["pause_token_id"] >= self.config.vocab_size
+        return {"pause": nn.Embedding(1, self.config.hidden_size)} if beyond else {}
+
     def hidden(self, model: MegaponderForCausalLM, ids: Tensor, run: Run) -> Tensor:
-        net, slots = model.model, self.slots()
-        pauses = ids.new_full((*ids.shape, slots - 1), self.options["pause_token_id"])
-        rows = torch.cat([ids[..., None], pauses], dim=-1).flatten(1)
-        x = net.stack(net.embed(rows, run.positions.repeat_interleave(slots, dim=1)), 0, run, slots)
+        net, slots, pause = model.model, self.slots(), self.options["pause_token_id"]
+        row = model.method["pause"].weight[0] if "pause" in model.method else net.embed_tokens.weight[pause]
+        pauses = row.expand(*ids.shape, slots - 1, -1)
+        words = torch.cat([net.embed_tokens(ids)[:, :, None], pauses], dim=2).flatten(1, 2)
+        x = net.stack(net.embed(words, run.positions.repeat_interleave(slots, dim=1)), 0, run, slots)
         return net.norm(x[:, slots - 1 :: slots])
 
 
@@ -361,7 +369,8 @@ class PonderLM(Vanilla):
 
     def hidden(self, model: MegaponderForCausalLM, ids: Tensor, run: Run) -> Tensor:
         net, steps = model.model, self.options["steps"]
-        x = net.embed(ids, run.positions, factor=steps if self.options["multiply_by_steps"] else 1)
+        factor = steps if self.options["multiply_by_steps"] else 1
+        x = net.embed(net.embed_tokens(ids), run.positions, factor)
         for index in range(steps):
             x = x + self.mixture(model, net.norm(net.stack(x, index, run)))
         return net.norm(net.stack(x, steps, run))

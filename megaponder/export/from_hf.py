@@ -1,0 +1,99 @@
+"""From a Hugging Face folder to a checkpoint that any layout loads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaponder.export.save import save_weights
+from megaponder.config.load import from_mapping
+from megaponder.config.resolve import resolve
+from megaponder.config.schema import DataConfig, PonderConfig, RunConfig
+from megaponder.errors import UserError
+from megaponder.export import folder, names, native, reference
+from megaponder.export.extra import need_transformers
+from megaponder.export.hf_fields import FORMATS, model_config
+
+DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was written."""
+
+    checkpoint: Path
+    config: RunConfig
+    parameters: int
+    max_difference: float
+    """Largest difference of logits to the Hugging Face model's, over the largest logit."""
+
+
+def import_hf(
+    source: str | Path,
+    out: str | Path,
+    *,
+    ignore: list[str] | None = None,
+    force: bool = False,
+    tolerance: float = 1e-4,
+) -> Imported:
+    """Write the run folder `out` with one weights-only checkpoint (step 0) of a Hugging Face folder.
+
+    GPT-NeoX, Llama and GPT-2 folders come in as vanilla models, exports with a modelling file with their method.  Only
+    safetensors are read.  Start training from it with `checkpoint.load`; another method may be named there.
+    Raises UserError for a config field that our backbones cannot represent (unless named in `ignore`), for weights that
+    do not fit, and when the logits of the two models differ by more than `tolerance` of the largest logit.
+    """
+    need_transformers("megaponder import")
+    source, out = Path(source), Path(out)
+    hf = folder.read_json(source / "config.json")
+    cfg = run_config(hf, source, out, frozenset(ignore or ()))
+    tensors = folder.read_weights(source)
+    count = sum(t.numel() for t in tensors.values())
+    state = names.to_stage(to_plain(hf, tensors, cfg), cfg.model, cfg.ponder.options.get("pause_token_id"))
+    del tensors
+    assert cfg.model.vocab_size is not None and cfg.model.max_positions is not None
+    ids = reference.prompts(cfg.model.vocab_size, cfg.model.max_positions)
+    from megaponder.export.load import load_folder
+
+    theirs = reference.export_logits(load_folder(source), ids)
+    with reference.engine(cfg, state) as engine:
+        worst = reference.compare(out, engine.logits(ids).float().cpu(), *theirs, tolerance=tolerance)
+        checkpoint = save_weights(out / "checkpoints", cfg, engine.stage, force=force)
+    return Imported(checkpoint, cfg, count, worst)
+
+
+def run_config(hf: dict[str, Any], source: Path, out: Path, ignore: frozenset[str]) -> RunConfig:
+    """The resolved configuration of an import."""
+    where = str(source / "config.json")
+    ponder = PonderConfig()
+    if hf.get("model_type") == "megaponder":
+        from megaponder.export.configs import PONDER_FIELDS
+
+        model_fields = {ours: hf[theirs] for ours, theirs in PONDER_FIELDS.items() if theirs in hf}
+        if lacking := sorted(PONDER_FIELDS.values() - hf.keys()):
+            raise UserError(f"{where}: {lacking[0]} is missing.")
+        ponder = PonderConfig(hf["method"], dict(hf["method_options"]))
+        section = from_mapping({"model": {**model_fields, "embedding_scale": float(hf["embedding_scale"])}}).model
+    elif hf.get("model_type") in FORMATS:
+        section = model_config(hf, where, ignore)
+    else:
+        legal = ", ".join([*FORMATS, "megaponder"])
+        raise UserError(f"{where}: model_type = {hf.get('model_type')!r} cannot be imported; it must be one of {legal}.")
+    eos = hf.get("eos_token_id")
+    data = DataConfig(
+        sequence_length=int(section.max_positions or 0),
+        eod_id=eos if isinstance(eos, int) and eos < int(section.vocab_size or 0) else None,
+        tokenizer=str(source) if (source / "tokenizer.json").is_file() else None,
+    )
+    return resolve(RunConfig(run=str(out), model=section, ponder=ponder, data=data))
+
+
+def to_plain(hf: dict[str, Any], tensors: names.Tensors, cfg: RunConfig) -> names.Tensors:
+    """Plain tensors of any folder that `run_config` accepts, in FP32."""
+    model = cfg.model
+    assert model.family is not None and model.num_heads is not None
+    plain = tensors if hf["model_type"] == "megaponder" else native.from_native(tensors, model.family, model.num_heads)
+    if model.tie_embeddings:
+        plain = {name: tensor for name, tensor in plain.items() if name != "lm_head.weight"}
+    return {name: tensor.float() for name, tensor in plain.items()}

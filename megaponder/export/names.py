@@ -1,0 +1,145 @@
+"""Parameter names and layouts: those of a one-process training stage and the plain ones of the modelling file.
+
+Stage (megatron-core)                          plain (modeling_megaponder.py; for llama also transformers' own)
+embedding.word_embeddings.weight [V padded]    model.embed_tokens.weight [V]
+embedding.position_embeddings.weight           model.embed_positions.weight
+decoder.layers.I.input_layernorm               model.layers.I.input_layernorm
+decoder.layers.I.self_attention.linear_qkv     model.layers.I.self_attn.{q,k,v}_proj   (stage: per group its q heads, k, v)
+decoder.layers.I.self_attention.linear_proj    model.layers.I.self_attn.o_proj
+decoder.layers.I.pre_mlp_layernorm             model.layers.I.post_attention_layernorm
+decoder.layers.I.mlp.linear_fc1                model.layers.I.mlp.{gate_proj, up_proj}  (gate: llama only)
+decoder.layers.I.mlp.linear_fc2                model.layers.I.mlp.down_proj
+final_norm, output_layer [V padded]            model.norm, lm_head [V]
+method_modules.X                               method.X
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import Tensor
+
+from megaponder.config.schema import ModelConfig
+from megaponder.errors import UserError
+
+Tensors = dict[str, Tensor]
+
+_TABLES = {"embedding.word_embeddings.weight": "model.embed_tokens.weight", "output_layer.weight": "lm_head.weight"}
+_OUTER = {
+    **_TABLES,
+    "embedding.position_embeddings.weight": "model.embed_positions.weight",
+    "final_norm.weight": "model.norm.weight",
+    "final_norm.bias": "model.norm.bias",
+}
+_INNER = {
+    "input_layernorm": "input_layernorm",
+    "self_attention.linear_proj": "self_attn.o_proj",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+    "mlp.linear_fc2": "mlp.down_proj",
+}
+# Transformer Engine keeps a norm inside the matrix that follows it
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_PLAIN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_METHOD, _PLAIN_METHOD = "method_modules.", "method."
+
+
+def padded(model: ModelConfig) -> int:
+    """Rows of the stage's tables."""
+    assert model.vocab_size is not None
+    return -(-model.vocab_size // model.vocab_multiple) * model.vocab_multiple
+
+
+def split_qkv(fused: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Per group [its q heads, k, v] -> q, k, v with their heads in order; weights [rows, H] or biases [rows]."""
+    per = heads // groups
+    size = fused.shape[0] // (heads + 2 * groups)
+    rows = fused.view(groups, per + 2, size, *fused.shape[1:])
+    return rows[:, :per].flatten(0, 2), rows[:, per].flatten(0, 1), rows[:, per + 1].flatten(0, 1)
+
+
+def fuse_qkv(q: Tensor, k: Tensor, v: Tensor, heads: int, groups: int) -> Tensor:
+    """Inverse of `split_qkv`."""
+    per, size = heads // groups, k.shape[0] // groups
+    parts = [x.view(groups, n, size, *x.shape[1:]) for x, n in ((q, per), (k, 1), (v, 1))]
+    return torch.cat(parts, dim=1).flatten(0, 2)
+
+
+def local_names(state: Tensors) -> Tensors:
+    """A checkpoint's tensors under the names of a stage of PyTorch layers, whichever layers saved it."""
+    out = {}
+    for name, tensor in state.items():
+        for fused, norm in _FUSED_NORMS.items():
+            name = name.replace(fused, norm)
+        if not name.endswith("_extra_state"):  # FP8 scales: no weights
+            out[name] = tensor
+    return out
+
+
+def to_plain(stage: Tensors, model: ModelConfig, pause_token_id: int | None = None) -> Tensors:
+    """Plain tensors of a stage's state dict; padding rows of the tables are dropped.
+
+    A pause token beyond the true vocabulary lives in a padding row; it becomes method.pause.weight [1, H].
+    Raises UserError for a tensor that has no place in the export.
+    """
+    assert model.num_heads is not None and model.num_kv_heads is not None and model.vocab_size is not None
+    out: Tensors = {}
+    for name, tensor in stage.items():
+        match = _LAYER.fullmatch(name)
+        if name in _OUTER:
+            out[_OUTER[name]] = tensor[: model.vocab_size] if name in _TABLES else tensor
+        elif name.startswith(_METHOD):
+            out[_PLAIN_METHOD + name[len(_METHOD) :]] = tensor
+        elif match and match[2] in _INNER:
+            out[f"model.layers.{match[1]}.{_INNER[match[2]]}.{match[3]}"] = tensor
+        elif match and match[2] == "self_attention.linear_qkv":
+            for letter, part in zip("qkv", split_qkv(tensor, model.num_heads, model.num_kv_heads), strict=True):
+                out[f"model.layers.{match[1]}.self_attn.{letter}_proj.{match[3]}"] = part
+        elif match and match[2] == "mlp.linear_fc1":
+            parts = tensor.chunk(2) if model.family == "llama" else (tensor,)
+            for part, side in zip(reversed(parts), ("up", "gate"), strict=False):
+                out[f"model.layers.{match[1]}.mlp.{side}_proj.{match[3]}"] = part
+        else:
+            raise UserError(f"the checkpoint's parameter {name} has no place in an export; it is of a newer format.")
+    if pause_token_id is not None and pause_token_id >= model.vocab_size:
+        out["method.pause.weight"] = stage["embedding.word_embeddings.weight"][pause_token_id][None]
+    return {name: tensor.contiguous() for name, tensor in out.items()}
+
+
+def to_stage(plain: Tensors, model: ModelConfig, pause_token_id: int | None = None) -> Tensors:
+    """A stage's tensors (padded tables) of plain ones: the inverse of `to_plain`."""
+    assert model.num_heads is not None and model.num_kv_heads is not None
+    outer = {new: old for old, new in _OUTER.items()}
+    inner = {new: old for old, new in _INNER.items()}
+    out: Tensors = {}
+    for name, tensor in plain.items():
+        match = _PLAIN_LAYER.fullmatch(name)
+        if name in outer:
+            out[outer[name]] = _pad_rows(tensor, padded(model)) if outer[name] in _TABLES else tensor
+        elif name == "method.pause.weight" and pause_token_id is not None:
+            continue
+        elif name.startswith(_PLAIN_METHOD):
+            out[_METHOD + name[len(_PLAIN_METHOD) :]] = tensor
+        elif match and match[2] in inner:
+            out[f"decoder.layers.{match[1]}.{inner[match[2]]}.{match[3]}"] = tensor
+        elif match and match[2] == "self_attn.q_proj":
+            rest = (plain[name.replace("q_proj", f"{x}_proj")] for x in "kv")
+            fused = fuse_qkv(tensor, *rest, heads=model.num_heads, groups=model.num_kv_heads)
+            out[f"decoder.layers.{match[1]}.self_attention.linear_qkv.{match[3]}"] = fused
+        elif match and match[2] == "mlp.up_proj":
+            gate = [plain[name.replace("up_proj", "gate_proj")]] if model.family == "llama" else []
+            out[f"decoder.layers.{match[1]}.mlp.linear_fc1.{match[3]}"] = torch.cat([*gate, tensor])
+        elif not (match and match[2] in ("self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj")):
+            raise UserError(f"the folder's parameter {name} has no place in a {model.family} model.")
+    if "method.pause.weight" in plain and pause_token_id is not None:
+        out["embedding.word_embeddings.weight"][pause_token_id] = plain["method.pause.weight"][0]
+    return {name: tensor.contiguous() for name, tensor in out.items()}
+
+
+def _pad_rows(table: Tensor, rows: int) -> Tensor:
+    """Zero rows up to the padded vocabulary: no softmax ever reads their logits."""
+    return torch.cat([table, table.new_zeros(rows - table.shape[0], table.shape[1])])

@@ -1,0 +1,34 @@
+"""Weights-only checkpoints: what an import leaves behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+
+from megaponder.checkpoint import folder
+from megaponder.checkpoint.model_state import layout, sharded_state
+from megaponder.checkpoint.state import CONFIG, Contents, TrainState, save_state
+from megaponder.config.load import dump
+from megaponder.config.schema import RunConfig
+from megaponder.engine.stage import PonderStage
+from megaponder.errors import UserError
+
+
+def save_weights(root: Path, cfg: RunConfig, stage: PonderStage, force: bool = False) -> Path:
+    """Write a one-process stage as checkpoint of step 0 under `root` and publish it; any layout loads it.
+
+    UserError when it exists already, unless `force`.
+    """
+    target = folder.final(root, 0)
+    if target.exists() and not force:
+        raise UserError(f"{target} exists already; choose another folder, or say --force to replace it.")
+    try:
+        path = folder.begin(root, 0)
+        dump(cfg, path / CONFIG)
+        save_state(path, TrainState(), Contents(masters=False, layout=layout(), optimizer=False))
+        dist_checkpointing.save({"model": sharded_state(stage)}, str(path), get_default_save_sharded_strategy("torch_dist", 1))
+        return folder.publish(root, 0)
+    except OSError as error:
+        raise UserError(f"{target} cannot be written: {error.strerror}.") from error

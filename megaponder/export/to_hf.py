@@ -1,0 +1,128 @@
+"""From a checkpoint to a Hugging Face folder that gives the same logits."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaponder import __version__
+from megaponder.checkpoint.weights import load_weights
+from megaponder.config.schema import RunConfig
+from megaponder.errors import UserError
+from megaponder.export import card, configs, folder, names, native, reference, tokenizer
+from megaponder.export.extra import need_transformers
+
+SOURCE = Path(__file__).with_name(f"{configs.MODELLING_FILE}.py")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    folder: Path
+    native: bool
+    """In transformers' own format; otherwise the folder carries its modelling file (trust_remote_code=True)."""
+    why_not_native: str | None
+    files: tuple[str, ...]
+    parameters: int
+    max_difference: float
+    """Largest difference of logits to the checkpoint's own forward, over the largest logit."""
+
+
+def pause_token(cfg: RunConfig) -> int | None:
+    """The pause token's id if the method has one."""
+    from megaponder.ponder.settings import method_of
+
+    return getattr(method_of(cfg).options, "pause_token_id", None)
+
+
+def export(
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    tokenizer_path: str | Path | None = None,
+    dtype: str | None = None,
+    force: bool = False,
+    shard_bytes: int = folder.SHARD_BYTES,
+    tolerance: float = 1e-4,
+) -> Exported:
+    """Write the Hugging Face folder `out` of a checkpoint (or of a run's newest one).
+
+    Vanilla models become GPT-NeoX, Llama or GPT-2 folders that load without remote code where these classes can hold
+    them; everything else carries the self-contained modelling file.  `dtype` (float32, bfloat16, float16) defaults to
+    the stored one; `tokenizer_path` to data.tokenizer.  The folder is loaded again and its logits, with and without
+    cache, are compared with the checkpoint's own forward (FP32, one process) before it gets its name.
+    Raises UserError when they differ by more than `tolerance` of the largest logit, or when `out` exists.
+    """
+    need_transformers("megaponder export")
+    cfg, state = load_weights(checkpoint)
+    state = cast(names.local_names(state), dtype)
+    out = Path(out)
+    with folder.published(out, force) as temporary:
+        reason = configs.why_not_native(cfg)
+        plain = names.to_plain(state, cfg.model, pause_token(cfg))
+        tokens = tokenizer.write(cfg, temporary, tokenizer_path)
+        write_model(cfg, plain, temporary, reason is None, tokens.eos_id, shard_bytes)
+        count = sum(t.numel() for t in plain.values())
+        del plain
+        worst = check(cfg, state, temporary, out, tolerance)
+        step = checkpoint_step(checkpoint)
+        card.write(cfg, temporary, native=reason is None, step=step, parameters=count, tokens=tokens, difference=worst)
+        files = tuple(sorted(p.name for p in temporary.iterdir()))
+    return Exported(out, reason is None, reason, files, count, worst)
+
+
+def cast(state: dict[str, Tensor], dtype: str | None) -> dict[str, Tensor]:
+    """The tensors in one format: the one asked for, or the stored one of the embedding table."""
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"dtype = {dtype!r}: it must be one of {', '.join(DTYPES)}.")
+    kind = DTYPES[dtype] if dtype else state["embedding.word_embeddings.weight"].dtype
+    return {name: tensor.to(kind) for name, tensor in state.items()}
+
+
+def write_model(
+    cfg: RunConfig, plain: names.Tensors, path: Path, as_native: bool, eos: int | None, shard_bytes: int = folder.SHARD_BYTES
+) -> None:
+    """Weights, config.json, generation_config.json and, where needed, the modelling file."""
+    assert cfg.model.family is not None and cfg.model.num_heads is not None
+    dtype = str(plain["model.embed_tokens.weight"].dtype).removeprefix("torch.")
+    if as_native:
+        config = configs.native_config(cfg, dtype, eos)
+        plain = dict(plain)
+        # exact: the table is only ever read times the scale, and a tied table is never scaled here
+        plain["model.embed_tokens.weight"] = plain["model.embed_tokens.weight"] * configs.scale_of(cfg)
+        tensors = native.to_native(plain, cfg.model.family, cfg.model.num_heads)
+    else:
+        config, tensors = configs.ponder_config(cfg, dtype, eos), plain
+        shutil.copyfile(SOURCE, path / SOURCE.name)
+    config["megaponder_version"] = __version__
+    folder.write_json(path / "config.json", config)
+    generation: dict[str, Any] = {"bos_token_id": eos, "eos_token_id": eos, "pad_token_id": eos}
+    folder.write_json(path / "generation_config.json", {k: v for k, v in generation.items() if v is not None})
+    folder.write_weights(path, tensors, shard_bytes)
+
+
+def check(cfg: RunConfig, state: dict[str, Tensor], path: Path, name: Path, tolerance: float) -> float:
+    """Compare the folder's logits with the engine's; returns the largest relative difference."""
+    from megaponder.export.load import load_folder
+
+    assert cfg.model.vocab_size is not None and cfg.model.max_positions is not None
+    ids = reference.prompts(cfg.model.vocab_size, min(cfg.model.max_positions, cfg.data.sequence_length))
+    with reference.engine(cfg, state) as engine:
+        want = engine.logits(ids).float().cpu()
+    model = load_folder(path)
+    return reference.compare(name, want, *reference.export_logits(model, ids), tolerance=tolerance)
+
+
+def checkpoint_step(checkpoint: str | Path) -> int | None:
+    """Optimizer steps behind a checkpoint, for the model card."""
+    from megaponder.checkpoint.choose import locate
+    from megaponder.checkpoint.state import load_state
+
+    return load_state(locate(checkpoint))[0].step

@@ -1,0 +1,158 @@
+"""Tokenizer files of an export: the same ids as in training, BOS and EOS as the model has seen them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaponder.config.schema import RunConfig
+from megaponder.data.tokenizer import Tokenizer, load_tokenizer
+from megaponder.errors import UserError
+from megaponder.export.folder import write_json
+
+NONE = "none"
+"""In place of a path: export without a tokenizer."""
+SAMPLES = ("Hello world", "  two  spaces\n\n\ttab", "naïve café — 東京 🙂", "def f(x):\n    return x[0] + 1\n", "")
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """What was written, and the id that ends a document."""
+
+    source: str | None
+    eos_id: int | None
+
+
+def find(cfg: RunConfig, path: str | Path | None) -> Tokenizer | None:
+    """The tokenizer of a run: `path`, or data.tokenizer; None for the word "none" or where neither names one."""
+    name = cfg.data.tokenizer if path is None else str(path)
+    if name is None or name == NONE:
+        return None
+    try:
+        return load_tokenizer(name)
+    except UserError as error:
+        if path is not None:
+            raise
+        raise UserError(f"data.tokenizer of the checkpoint: {error}  Name the tokenizer, or say {NONE!r} to go without.") from error
+
+
+def write(cfg: RunConfig, out: Path, path: str | Path | None) -> TokenizerFiles:
+    """Write tokenizer.json and tokenizer_config.json into `out`.
+
+    Training puts nothing but EOD between documents, so EOD is both BOS and EOS, and no token is added to a text
+    (add_bos_token false): with another rule an evaluation's scores change by orders of magnitude.
+    UserError where the written files do not give the training's ids on sample texts.
+    """
+    tokenizer = find(cfg, path)
+    if tokenizer is None:
+        return TokenizerFiles(None, cfg.data.eod_id)
+    eos = tokenizer.eod_id if cfg.data.eod_id is None else cfg.data.eod_id
+    assert cfg.model.vocab_size is not None
+    if tokenizer.vocab_size > cfg.model.vocab_size:
+        raise UserError(
+            f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, but the model's vocabulary has "
+            f"{cfg.model.vocab_size}; name the tokenizer that the model was trained with."
+        )
+    content = {"bytes": _bytes, "huggingface": _huggingface, "sentencepiece": _sentencepiece}[tokenizer.kind](tokenizer)
+    write_json(out / "tokenizer.json", content)
+    token = None if eos is None else _token(out / "tokenizer.json", eos)
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": cfg.model.max_positions,
+        "padding_side": "left",
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": False,
+        "add_eos_token": False,
+    }
+    if token is not None:
+        settings |= {"bos_token": token, "eos_token": token, "pad_token": token}
+    write_json(out / "tokenizer_config.json", settings)
+    _check(out, tokenizer, eos)
+    return TokenizerFiles(tokenizer.name, eos)
+
+
+def _token(path: Path, index: int) -> str | None:
+    from tokenizers import Tokenizer as Backend
+
+    token: str | None = Backend.from_file(str(path)).id_to_token(index)
+    return token
+
+
+def source_file(tokenizer: Tokenizer, *names: str) -> Path:
+    """The file behind a tokenizer that was given as a file or a folder."""
+    path = Path(tokenizer.name)
+    return path if path.is_file() else next(found for name in names for found in sorted(path.glob(name)))
+
+
+def _huggingface(tokenizer: Tokenizer) -> dict[str, Any]:
+    """tokenizer.json without padding, truncation and the template that adds special tokens."""
+    content = json.loads(source_file(tokenizer, "tokenizer.json").read_bytes())
+    content["padding"] = content["truncation"] = None
+    content["post_processor"] = _without_template(content.get("post_processor"))
+    return dict(content)
+
+
+def _without_template(processor: dict[str, Any] | None) -> dict[str, Any] | None:
+    if processor is None or processor["type"] != "Sequence":
+        adds = processor is not None and processor["type"] not in ("ByteLevel",)
+        return None if adds else processor
+    kept = [p for p in (_without_template(p) for p in processor["processors"]) if p is not None]
+    return {**processor, "processors": kept} if kept else None
+
+
+def _bytes(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Bytes as a byte-level BPE without merges; the printable stand-ins of bytes are the library's."""
+    from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, pre_tokenizers
+
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    vocab = {_stand_in(byte): byte for byte in range(256)}
+    backend = Backend(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer, backend.decoder = letters, decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<EOD>", special=True, normalized=False)])
+    return dict(json.loads(backend.to_str()))
+
+
+def _stand_in(byte: int) -> str:
+    """The character by which byte-level tokenizers write a byte: itself if printable, else 256, 257, ... in order."""
+
+    def printable(b: int) -> bool:
+        return 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b <= 255
+
+    return chr(byte) if printable(byte) else chr(256 + sum(not printable(b) for b in range(byte)))
+
+
+def _sentencepiece(tokenizer: Tokenizer) -> dict[str, Any]:
+    """A sentencepiece model as tokenizer.json, by transformers' converter."""
+    from tokenizers import AddedToken
+
+    path = source_file(tokenizer, "tokenizer.model", "*.model")
+    try:
+        from transformers.convert_slow_tokenizer import SpmConverter, import_protobuf
+
+        proto, build = import_protobuf().ModelProto(), SpmConverter.build_tokenizer_from_spm_proto
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"{path}: to convert it, pip install protobuf and a newer transformers ({error}).") from error
+    proto.ParseFromString(path.read_bytes())
+    unigram = proto.trainer_spec.model_type == 1
+    vocab = [(p.piece, p.score) for p in proto.pieces] if unigram else {p.piece: i for i, p in enumerate(proto.pieces)}
+    backend = build(proto, vocab)
+    control = [p.piece for p in proto.pieces if p.type in (2, 3)]  # unknown and control pieces
+    backend.add_special_tokens([AddedToken(piece, special=True, normalized=False) for piece in control])
+    return dict(json.loads(backend.to_str()))
+
+
+def _check(out: Path, tokenizer: Tokenizer, eos: int | None) -> None:
+    """Refuse an export whose tokenizer differs from the training's on any sample."""
+    from transformers import AutoTokenizer
+
+    exported = AutoTokenizer.from_pretrained(out)
+    for text, want in zip(SAMPLES, tokenizer.encode_batch(SAMPLES), strict=True):
+        if (got := exported(text)["input_ids"]) != want:
+            raise UserError(
+                f"the tokenizer {tokenizer.name} cannot be exported: {text!r} gives ids {got[:8]} instead of {want[:8]}; "
+                f"say {NONE!r} to export without a tokenizer."
+            )
+    if eos is not None and exported.eos_token_id != eos:
+        raise UserError(f"the tokenizer {tokenizer.name} has no token of id {eos}, which ended documents in training.")

@@ -1,0 +1,64 @@
+"""Small random models for the export tests: odd shapes, all families and methods."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megaponder.export.modeling_megaponder import MegaponderConfig, MegaponderForCausalLM
+
+VOCAB = 61
+
+METHODS: dict[str, dict[str, Any]] = {
+    "vanilla": {},
+    "loop": {"extra_passes": 2},
+    "pause": {"pauses": 2, "pause_token_id": 60},
+    "ponderlm": {"steps": 2},
+    "ponderlm_top": {"steps": 2, "topk": 5, "multiply_by_steps": True},
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "pythia": {"rotary_fraction": 0.5, "parallel_residual": True, "intermediate_size": 40},
+    "llama": {
+        "rotary_fraction": 1.0,
+        "rotary_base": 5e5,
+        "num_key_value_heads": 2,
+        "norm_eps": 0.1,
+        "intermediate_size": 52,
+    },
+    "gpt2": {"intermediate_size": 56, "tie_word_embeddings": True},
+}
+
+
+def config(family: str, method: str, **changes: Any) -> MegaponderConfig:
+    """A model of 2 layers, width 32 and a vocabulary that is a multiple of nothing."""
+    fields = dict(
+        family=family,
+        method=method.split("_")[0],
+        method_options=METHODS[method],
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        embedding_scale=1.0 if method == "vanilla" else 32**0.5,
+        eos_token_id=0,
+    )
+    return MegaponderConfig(**{**fields, **FAMILIES[family], **changes})
+
+
+def model(family: str, method: str, seed: int = 0, **changes: Any) -> MegaponderForCausalLM:
+    """The model with random weights large enough that every part of it matters."""
+    net = MegaponderForCausalLM(config(family, method, **changes)).eval()
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in net.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        bias = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+        parameter.data = bias + noise * (0.12 if "embed" in name or "lm_head" in name else 0.2)
+    net.tie_weights()
+    return net
+
+
+def ids(*shape: int, seed: int = 1) -> torch.Tensor:
+    """Random token ids, none of them the EOD (0) nor the pause token."""
+    return torch.randint(1, VOCAB - 1, shape, generator=torch.Generator().manual_seed(seed))
