@@ -117,10 +117,11 @@ def _as_config_error(error: pydantic.ValidationError) -> ConfigError:
         return ConfigError(name, value, rule, f"write {int(value)}")
     words = [w for w in rule.replace("it must be ", "").replace("one of ", "").replace(" or ", ", ").split(", ") if w]
     close = nearest(str(value), words) if isinstance(value, str) else None
-    return ConfigError(name, value, rule, f"write {close}" if close else f"the default is {_show(field.default)}")
+    return ConfigError(name, value, rule, f"write {close}" if close else f"the default is {show(field.default)}")
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
+    """A value as YAML writes it."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 

@@ -1,0 +1,8 @@
+"""`python -m megaponder`, the form for torchrun's -m."""
+
+import sys
+
+if __name__ == "__main__":  # checkpoint writers are spawned and import this file again
+    from megaponder.cli.main import main
+
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""`megaponder export`."""
+
+from __future__ import annotations
+
+import argparse
+
+from megaponder.cli.parser import Commands
+
+SUMMARY = "write a checkpoint as a Hugging Face folder, and check its logits"
+
+EPILOG = """\
+examples
+  megaponder export runs/first hf/first                     the newest checkpoint of a run
+  megaponder export runs/first/checkpoints/step_00001000 hf/step1000 --dtype bfloat16
+
+The folder holds safetensors, configuration, tokenizer and, for pondering models, one self-contained modelling file:
+
+  from transformers import AutoModelForCausalLM
+  AutoModelForCausalLM.from_pretrained("hf/first", trust_remote_code=True)
+
+Vanilla models become GPT-NeoX, Llama or GPT-2 folders that need no remote code.  The folder is loaded again and its
+logits are compared with the checkpoint's; one that differs is not published.
+"""
+
+
+def add_parser(commands: Commands) -> None:
+    parser = commands.add_parser("export", help=SUMMARY, description=SUMMARY, epilog=EPILOG)
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint folder, or run folder (its newest one)")
+    parser.add_argument("out", metavar="OUT", help="folder to write; it must not exist")
+    parser.add_argument("--tokenizer", metavar="PATH", help="tokenizer to copy; default: data.tokenizer of the run")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="number format; default: that of the checkpoint"
+    )
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-4, metavar="X",
+        help="largest difference of logits, as a part of the largest logit (default 1e-4)",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    from megaponder.export.to_hf import export
+
+    print(
+        export(
+            args.checkpoint,
+            args.out,
+            tokenizer_path=args.tokenizer,
+            dtype=args.dtype,
+            force=args.force,
+            tolerance=args.tolerance,
+        )
+    )
+    return 0

@@ -1,0 +1,40 @@
+"""`megaponder import`."""
+
+from __future__ import annotations
+
+import argparse
+
+from megaponder.cli.parser import Commands
+
+SUMMARY = "bring a Hugging Face folder in as a checkpoint to start from"
+
+EPILOG = """\
+examples
+  megaponder import hf/pythia-410m runs/pythia-410m
+  megaponder train configs/pythia-410m-ponderlm.yaml --checkpoint.load runs/pythia-410m
+
+GPT-NeoX (Pythia), Llama and GPT-2 folders and this project's own exports are read, from safetensors only, and load at
+any layout.  The logits of both models are compared before anything is written.
+"""
+
+
+def add_parser(commands: Commands) -> None:
+    parser = commands.add_parser("import", help=SUMMARY, description=SUMMARY, epilog=EPILOG)
+    parser.add_argument("source", metavar="FOLDER", help="Hugging Face folder with config.json and safetensors")
+    parser.add_argument("out", metavar="OUT", help="run folder to write; it gets one checkpoint, of step 0")
+    parser.add_argument(
+        "--ignore", nargs="+", default=[], metavar="FIELD",
+        help="fields of config.json that may be dropped although this system has no place for them",
+    )  # fmt: skip
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-4, metavar="X",
+        help="largest difference of logits, as a part of the largest logit (default 1e-4)",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    from megaponder.export.from_hf import import_hf
+
+    print(import_hf(args.source, args.out, ignore=args.ignore, force=args.force, tolerance=args.tolerance))
+    return 0

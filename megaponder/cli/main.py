@@ -1,0 +1,97 @@
+"""`megaponder COMMAND ...`: finds the command's module, runs it, turns a user's mistake into one line and exit code 2.
+
+A command is a module of this package, named as the command (import_ where Python reserves the word), with
+
+    SUMMARY: str                                     one line for `megaponder --help`
+    add_parser(commands: Commands) -> None           its options and teaching help, by `commands.add_parser(...)`
+    run(args: argparse.Namespace) -> int             the work; heavy imports belong here; returns the exit code
+
+and OVERRIDES = True if it takes `--section.field value` of a configuration: they arrive as `args.overrides`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from megaponder import __version__
+from megaponder.cli.parser import Parser
+from megaponder.cli.report import report_error
+from megaponder.errors import UserError
+
+COMMANDS = ("demo", "prepare", "plan", "train", "generate", "inspect", "export", "import")
+"""In the order in which a newcomer meets them."""
+
+EPILOG = """\
+first steps
+  megaponder demo                                          a small pondering model, trained on this machine
+  megaponder prepare --help                                text to indexed dataset
+  megaponder plan configs/pythia-410m-ponderlm.yaml        what a run would need
+  megaponder train configs/pythia-410m-ponderlm.yaml --data.train data/pile
+  torchrun --nproc-per-node 8 -m megaponder train ...      the same on eight processes
+
+A mistake in a command or configuration ends with one sentence and exit code 2.
+"""
+
+
+def _module(command: str) -> ModuleType:
+    return import_module(f"megaponder.cli.{'import_' if command == 'import' else command}")
+
+
+def build_parser(only: str | None = None) -> Parser:
+    """The parser of all commands, or of one (the others are then not imported)."""
+    parser = Parser(
+        prog="megaponder",
+        description="Pretraining of pondering language models on megatron-core.",
+        epilog=EPILOG,
+    )
+    parser.add_argument("--version", action="version", version=f"megaponder {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    for name in (only,) if only else COMMANDS:
+        _module(name).add_parser(commands)
+    return parser
+
+
+def parse(words: list[str]) -> tuple[argparse.Namespace, ModuleType | None]:
+    """Arguments and the module of their command (None: no command was given)."""
+    command = next((w for w in words if not w.startswith("-")), None)
+    parser = build_parser(command if command in COMMANDS else None)
+    args, rest = parser.parse_known_args(words)
+    if args.command is None:
+        if rest:
+            parser.refuse_unknown(rest)
+        parser.print_help()
+        return args, None
+    module = _module(args.command)
+    if getattr(module, "OVERRIDES", False):
+        args.overrides = rest
+    elif rest:
+        parser.command_parser(args.command).refuse_unknown(rest)
+    return args, module
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; returns the exit code: 0, 1 (a check failed), 2 (a user's mistake) or 130 (interrupted)."""
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        args, module = parse(words)
+        code: Any = module.run(args) if module is not None else 0
+        sys.stdout.flush()
+        return int(code or 0)
+    except UserError as error:
+        report_error(str(error))
+        return 2
+    except KeyboardInterrupt:
+        report_error("interrupted")
+        return 130
+    except BrokenPipeError:  # `megaponder plan ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

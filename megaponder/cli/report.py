@@ -1,0 +1,45 @@
+"""Error messages on stderr: one line, once, also when every process of a node runs into the same mistake."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+STALE_SECONDS = 60
+"""Age after which a marker is of an earlier launch whose process id came back."""
+
+
+def report_error(message: str) -> None:
+    """Print `error: ...`; under a launcher only the first process of a node that meets this message prints it.
+
+    All ranks meet the same mistake, each before any process group exists, so they agree through a marker file that
+    carries the launcher's process id.  Nodes other than the first name themselves: the mistake may be theirs alone.
+    """
+    if "RANK" not in os.environ:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        return
+    if _first_to_say(message):
+        elsewhere = int(os.environ.get("GROUP_RANK", "0")) > 0
+        host = f" on {os.uname().nodename}" if elsewhere else ""
+        print(f"error{host}: {message}", file=sys.stderr, flush=True)
+
+
+def _first_to_say(message: str) -> bool:
+    digest = hashlib.sha256(f"{os.getppid()} {message}".encode()).hexdigest()[:16]
+    marker = Path(tempfile.gettempdir()) / f"megaponder-error-{os.getuid()}-{digest}"
+    try:
+        if time.time() - marker.stat().st_mtime > STALE_SECONDS:
+            marker.unlink(missing_ok=True)
+    except OSError:
+        pass
+    try:
+        os.close(os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        return False
+    except OSError:  # no place for a marker: better said twice than never
+        return True
+    return True

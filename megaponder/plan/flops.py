@@ -1,0 +1,120 @@
+"""FLOPs per token by pass and by part.
+
+Conventions (printed with every number that depends on them): a multiply-add is 2; attention counts the causal half;
+backward is twice forward; *needed* FLOPs count each pass once (no recompute), *executed* ones add what is run again.
+The unit is one real token: a pass with m slots a token runs m rows of the stack for it.
+
+    linear      2 L (2 H^2 + 2 H H_kv + nm H F) a row       nm = 3 (SwiGLU) or 2 (GELU)
+    attention   4 L H a visible key; row i of m n rows sees i + 1 keys
+    head        2 V H, in the last pass
+    extra       what the method says (`extra_flops`): vocabulary mixtures, gates
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megaponder.config.facts import MethodLike, PassLike
+from megaponder.config.schema import ModelConfig, RunConfig
+
+BACKWARD = 2.0
+"""Backward FLOPs of a forward FLOP: the gradients of input and weight."""
+PLANS_AVERAGED = 256
+"""Steps over which a random plan is averaged."""
+
+
+@dataclass(frozen=True)
+class PassFlops:
+    """Forward FLOPs per token of one pass."""
+
+    index: int
+    slots: int
+    linear: float
+    attention: float
+    head: float
+    extra: float
+
+    @property
+    def total(self) -> float:
+        return self.linear + self.attention + self.head + self.extra
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """FLOPs per token of a step's passes."""
+
+    passes: tuple[PassFlops, ...]
+    recompute: bool
+
+    @property
+    def forward(self) -> float:
+        """Forward, all passes."""
+        return sum(p.total for p in self.passes)
+
+    @property
+    def needed(self) -> float:
+        """Training without recompute: the numerator of MFU."""
+        return (1 + BACKWARD) * self.forward
+
+    @property
+    def executed(self) -> float:
+        """Training with what is run again: the numerator of HFU.  Layer recompute repeats the stack's forward."""
+        again = sum(p.linear + p.attention for p in self.passes) if self.recompute else 0.0
+        return self.needed + again
+
+
+def linear_flops(model: ModelConfig) -> float:
+    """Matrix FLOPs of the stack for one row, forward."""
+    assert model.hidden_size and model.num_heads and model.num_kv_heads and model.ffn_size and model.num_layers
+    h, f = model.hidden_size, model.ffn_size
+    kv = h // model.num_heads * model.num_kv_heads
+    mlp = (3 if model.family == "llama" else 2) * h * f
+    return 2.0 * model.num_layers * (2 * h * h + 2 * h * kv + mlp)
+
+
+def attention_flops(model: ModelConfig, tokens: int, slots: int) -> float:
+    """Attention FLOPs of the stack per token, forward, causal half: m rows a token, each of m n rows sees its past."""
+    assert model.hidden_size and model.num_layers
+    mean_keys = (slots * tokens + 1) / 2
+    return 4.0 * model.num_layers * model.hidden_size * slots * mean_keys
+
+
+def pass_flops(cfg: RunConfig, method: MethodLike, p: PassLike) -> PassFlops:
+    """FLOPs of one pass of a resolved configuration whose vocabulary is known."""
+    model = cfg.model
+    assert model.vocab_size and model.hidden_size
+    return PassFlops(
+        index=p.index,
+        slots=p.slots,
+        linear=p.slots * linear_flops(model),
+        attention=attention_flops(model, cfg.data.sequence_length, p.slots),
+        head=2.0 * model.vocab_size * model.hidden_size if p.last else 0.0,
+        extra=method.extra_flops(p, model.vocab_size),
+    )
+
+
+def step_flops(cfg: RunConfig, method: MethodLike, step: int = 0) -> StepFlops:
+    """FLOPs of the plan of one step."""
+    plan = method.passes(cfg.train.seed, step)
+    return StepFlops(tuple(pass_flops(cfg, method, p) for p in plan), cfg.parallel.recompute == "layer")
+
+
+def mean_needed(cfg: RunConfig, method: MethodLike) -> float:
+    """Needed training FLOPs per token, averaged over the plans of the first steps."""
+    return _mean([step_flops(cfg, method, step).needed for step in _steps(cfg, method)])
+
+
+def mean_executed(cfg: RunConfig, method: MethodLike) -> float:
+    """Executed training FLOPs per token, averaged over the plans of the first steps."""
+    return _mean([step_flops(cfg, method, step).executed for step in _steps(cfg, method)])
+
+
+def _steps(cfg: RunConfig, method: MethodLike) -> range:
+    first = [tuple(method.passes(cfg.train.seed, step)) for step in range(8)]
+    fixed = all(plan == first[0] for plan in first)
+    return range(1 if fixed else min(PLANS_AVERAGED, cfg.train.steps or PLANS_AVERAGED))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

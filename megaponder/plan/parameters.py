@@ -1,0 +1,82 @@
+"""Parameters by part, for the whole model and for one rank of a layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from megaponder.config import budget
+from megaponder.config.facts import MethodFacts
+from megaponder.config.schema import ModelConfig, RunConfig
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Numbers of parameters by part."""
+
+    embedding: int = 0
+    """Token table."""
+    positions: int = 0
+    """Learned positions (gpt2)."""
+    attention: int = 0
+    mlp: int = 0
+    norms: int = 0
+    """Of the layers and the final one."""
+    head: int = 0
+    """Output head; 0 where it is tied to the token table."""
+    method: int = 0
+    """The pondering method's own modules."""
+    copies: int = 0
+    """A last stage's copy of the token table (not in the model's total)."""
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, f.name) for f in fields(self))
+
+
+def layer_parameters(model: ModelConfig, tensor: int = 1) -> Parameters:
+    """One layer on one of `tensor` ranks: matrices are split; norms and the biases after a reduction are not."""
+    assert model.hidden_size and model.num_heads and model.num_kv_heads and model.ffn_size
+    h, f, llama = model.hidden_size, model.ffn_size, model.family == "llama"
+    qkv = h + 2 * (h // model.num_heads) * model.num_kv_heads
+    attention = (qkv * h + h * h) // tensor
+    mlp = (3 if llama else 2) * h * f // tensor
+    if not llama:
+        attention += qkv // tensor + h
+        mlp += f // tensor + h
+    return Parameters(attention=attention, mlp=mlp, norms=2 * h if llama else 4 * h)
+
+
+def model_parameters(cfg: RunConfig, method_parameters: int = 0, padded: bool = False) -> Parameters:
+    """The whole model, with the true vocabulary or with the padded table of training."""
+    assert cfg.model.num_layers and cfg.model.vocab_size
+    rows = budget.padded_vocab(cfg) if padded else cfg.model.vocab_size
+    return _parts(cfg, 1, cfg.model.num_layers, rows, first=True, last=True, method=method_parameters)
+
+
+def rank_parameters(cfg: RunConfig, facts: MethodFacts, stage: int, method_parameters: int = 0) -> Parameters:
+    """What one rank of pipeline stage `stage` holds."""
+    assert cfg.model.num_layers
+    tp, pp = cfg.parallel.tensor, cfg.parallel.pipeline
+    first, last = stage == 0, stage == pp - 1
+    rows = budget.padded_vocab(cfg) // tp
+    parts = _parts(cfg, tp, cfg.model.num_layers // pp, rows, first, last, method_parameters if last else 0)
+    copied = last and not first and (facts.mixes_vocabulary or bool(cfg.model.tie_embeddings))
+    return _with(parts, copies=rows * (cfg.model.hidden_size or 0) if copied else 0)
+
+
+def _parts(cfg: RunConfig, tp: int, layers: int, rows: int, first: bool, last: bool, method: int) -> Parameters:
+    model, one = cfg.model, layer_parameters(cfg.model, tp)
+    h = model.hidden_size or 0
+    return Parameters(
+        embedding=rows * h if first else 0,
+        positions=(model.max_positions or 0) * h if first and model.family == "gpt2" else 0,
+        attention=layers * one.attention,
+        mlp=layers * one.mlp,
+        norms=layers * one.norms + ((h if model.family == "llama" else 2 * h) if last else 0),
+        head=rows * h if last and not model.tie_embeddings else 0,
+        method=method,
+    )
+
+
+def _with(parts: Parameters, **changes: int) -> Parameters:
+    return Parameters(**{**{f.name: getattr(parts, f.name) for f in fields(parts)}, **changes})
