@@ -142,9 +142,7 @@ class LocalBuilder(BlendedMegatronDatasetBuilder):
         rows = [self._build_megatron_dataset_splits(prefix, split, sizes) for prefix, sizes in pairs]
         return [list(column) for column in zip(*rows, strict=True)]
 
-    def build_generic_dataset(  # type: ignore[override]
-        self, cls: type, is_built_on_rank: Any, synchronize_ranks: bool, *args: Any
-    ) -> Any:
+    def build_generic_dataset(self, cls: type, is_built_on_rank: Any, synchronize_ranks: bool, *args: Any) -> Any:
         if cls is BlendedDataset:
             datasets, weights, _, config = args
             # The builder rounds each source's share up and sums, which with many small sources asks for far more than

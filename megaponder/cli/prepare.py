@@ -1,0 +1,73 @@
+"""`megaponder prepare`."""
+
+from __future__ import annotations
+
+import argparse
+
+from megaponder.cli.parser import Commands
+
+SUMMARY = "turn text into an indexed dataset"
+
+EPILOG = """\
+examples
+  megaponder prepare pile/*.jsonl.zst --tokenizer neox/tokenizer.json --output data/pile
+  megaponder prepare notes/ --tokenizer bytes --txt-split blank --output data/notes
+  megaponder prepare c4.jsonl.gz --field content --on-error skip --tokenizer llama/ --output data/c4
+
+It writes data/pile.bin and data/pile.idx, which megatron-core and its relatives read, and data/pile.json, which tells
+tokenizer, vocabulary size, EOD id, counts and source files.  The bytes do not depend on --workers.
+
+documents    .jsonl: the text field of each line.  .parquet: the text column of each row.  .txt: see --txt-split.
+             Files may be packed as .gz or .zst.  A folder stands for all such files below it, in order of their paths.
+             A document without any token is left out and counted.
+end          Every document ends with one EOD: the token --eod names, else the tokenizer's own end-of-sequence token,
+             else the first of <|endoftext|>, </s> and the like.  A text that already ends with it gets no second one.
+interrupted  Ctrl-C, a crash or kill -9 leave data/pile.partial; the same command goes on from there.
+"""
+
+
+def add_parser(commands: Commands) -> None:
+    parser = commands.add_parser("prepare", help=SUMMARY, description=SUMMARY, epilog=EPILOG)
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="file or folder")
+    parser.add_argument("--output", required=True, metavar="PREFIX", help="path of the dataset without .bin/.idx")
+    parser.add_argument(
+        "--tokenizer", required=True, metavar="PATH", help='tokenizer.json, .model, a folder with one, or "bytes"'
+    )
+    parser.add_argument("--eod", metavar="TOKEN", help="token that ends every document")
+    parser.add_argument("--no-append-eod", dest="append_eod", action="store_false", help="add no EOD to documents")
+    parser.add_argument(
+        "--special-tokens", action="store_true", help="let the tokenizer's template add BOS/EOS to each document"
+    )
+    parser.add_argument("--field", default="text", help="field or column that holds the text (default: text)")
+    parser.add_argument(
+        "--txt-split", default="file", metavar="RULE",
+        help="a document of a .txt file is the whole file (file, the default), each line (line), what stands between "
+        "blank lines (blank), or between lines that equal RULE",
+    )  # fmt: skip
+    parser.add_argument(
+        "--on-error", choices=("fail", "skip"), default="fail",
+        help="invalid UTF-8 or JSON, or a missing or non-string text: stop with file and line (fail, the default), or "
+        "leave the document out and count it (skip)",
+    )  # fmt: skip
+    parser.add_argument("--workers", type=int, metavar="N", help="processes that tokenize; default: all CPUs")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing dataset of that name")
+    parser.add_argument("--restart", action="store_true", help="throw away what an interrupted run left")
+
+
+def run(args: argparse.Namespace) -> int:
+    from megaponder.data.prepare import PrepareOptions, prepare
+    from megaponder.data.progress import show_progress
+
+    names = PrepareOptions.__dataclass_fields__
+    options = PrepareOptions(**{name: value for name, value in vars(args).items() if name in names})
+    with show_progress() as on_progress:
+        done = prepare(options, on_progress)
+    meta, rate = done.meta, done.text_bytes / max(done.seconds, 1e-9) / 1e6
+    print(f"{done.prefix}: {meta.documents:,} documents, {meta.tokens:,} tokens ({meta.dtype}), EOD {meta.eod_id}")
+    print(f"{done.text_bytes / 1e6:.1f} MB of text in {done.seconds:.1f} s ({rate:.1f} MB/s)", end="")
+    print(f"; {done.resumed_documents:,} documents came from an earlier run" if done.resumed_documents else "")
+    for reason, count in meta.skipped.items():
+        print(f"skipped {count:,} documents: {reason}")
+    for example in done.examples:
+        print(f"  {example}")
+    return 0

@@ -1,0 +1,118 @@
+"""From a chunk of raw input to documents, with the policy for what cannot be read.
+
+A document is one line of .jsonl (its text field), one row of .parquet, or what `TxtRule` says of a .txt file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import orjson
+
+REASONS = ("empty", "invalid_utf8", "invalid_json", "bad_field")
+"""Why a document may be left out."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Whole documents in a row, as read."""
+
+    file: int
+    """Number of the input file."""
+    first: int
+    """Number of the first line (or parquet row), from 1."""
+    data: bytes = b""
+    """Raw lines (all formats but parquet)."""
+    rows: tuple[bytes | None, ...] | None = None
+    """Text column of parquet rows."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A document that cannot be read."""
+
+    line: int
+    """Line (or row) of the file, from 1."""
+    reason: str
+    """One of REASONS."""
+    message: str
+    """What is wrong, for a person."""
+
+
+@dataclass(frozen=True)
+class TxtRule:
+    """What a document is in a .txt file."""
+
+    split: str = "file"
+    """file: the whole file; line: each line; blank: parts between blank lines; else: between lines that equal this."""
+
+    @property
+    def edge(self) -> re.Pattern[bytes] | None:
+        """Pattern of what stands between documents; None when the file is one document."""
+        if self.split == "file":
+            return None
+        if self.split == "line":
+            return re.compile(rb"\r?\n")
+        if self.split == "blank":
+            return re.compile(rb"\r?\n(?:[ \t]*\r?\n)+")
+        return re.compile(rb"(?:^|\r?\n|(?<=\n))" + re.escape(self.split.encode()) + rb"\r?(?:\n|\Z)")
+
+
+def _utf8_problem(data: bytes, line: int) -> Problem | None:
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        at = line + data.count(b"\n", 0, error.start)
+        return Problem(at, "invalid_utf8", f"byte 0x{data[error.start]:02x} is not valid UTF-8")
+    return None
+
+
+def _json_text(line: bytes, number: int, field: str) -> str | Problem:
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        return _utf8_problem(line, number) or Problem(number, "invalid_json", f"not valid JSON ({error})")
+    if not isinstance(record, dict):
+        return Problem(number, "bad_field", f"the line is a {type(record).__name__}, not an object with a text field")
+    text = record.get(field)
+    if isinstance(text, str):
+        return text
+    if field not in record:
+        keys = ", ".join(sorted(record)[:10]) or "none"
+        return Problem(number, "bad_field", f"no field {field!r} (fields: {keys}); name it with --field")
+    return Problem(number, "bad_field", f"field {field!r} is a {type(text).__name__}, not a string")
+
+
+def _jsonl(chunk: Chunk, field: str) -> Iterator[tuple[int, str | Problem]]:
+    for number, line in enumerate(chunk.data.split(b"\n"), chunk.first):
+        if line.strip():  # a blank line is not a document
+            yield number, _json_text(line, number, field)
+
+
+def _decoded(data: bytes, line: int) -> str | Problem:
+    return _utf8_problem(data, line) or data.decode()
+
+
+def _txt(chunk: Chunk, rule: TxtRule) -> Iterator[tuple[int, str | Problem]]:
+    edge, at, line = rule.edge, 0, chunk.first
+    edges = [match.span() for match in edge.finditer(chunk.data)] if edge else []
+    for begin, end in [*edges, (len(chunk.data), len(chunk.data))]:
+        part = chunk.data[at:begin]
+        if part.strip():
+            yield line, _decoded(part, line)
+        line += chunk.data.count(b"\n", at, end)
+        at = end
+
+
+def _parquet(chunk: Chunk) -> Iterator[tuple[int, str | Problem]]:
+    for row, value in enumerate(chunk.rows or (), chunk.first):
+        yield row, Problem(row, "bad_field", "the text is null") if value is None else _decoded(value, row)
+
+
+def documents(chunk: Chunk, kind: str, field: str, rule: TxtRule) -> Iterator[tuple[int, str | Problem]]:
+    """(line, text or Problem) of each document of `chunk`; kind: jsonl, txt or parquet."""
+    if kind == "jsonl":
+        return _jsonl(chunk, field)
+    return _txt(chunk, rule) if kind == "txt" else _parquet(chunk)

@@ -1,0 +1,141 @@
+"""Tokenize chunks, in this process or in many, in order."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Generator, Iterable
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from itertools import chain
+from multiprocessing.connection import wait
+
+import numpy as np
+
+from megaponder.data.documents import Chunk, Problem, TxtRule, documents
+from megaponder.data.readers import Read
+from megaponder.data.tokenizer import load_tokenizer
+from megaponder.errors import UserError
+
+
+@dataclass(frozen=True)
+class EncodeOptions:
+    """What a worker needs to know."""
+
+    tokenizer: str
+    eod: str | None
+    append_eod: bool
+    special_tokens: bool
+    dtype: str
+    field: str
+    rule: TxtRule
+    kinds: tuple[str, ...]
+    """Form of each input file."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Documents of one chunk, ready to be written."""
+
+    ids: bytes
+    """Token ids of all documents, in the dataset's number type."""
+    lengths: bytes
+    """int32 tokens of each document."""
+    text_bytes: int
+    max_id: int
+    empty: int
+    """Documents without any token."""
+    problems: tuple[Problem, ...]
+    """Documents that could not be read."""
+
+
+class Encoder:
+    """Turns a chunk into token ids, all its documents in one call of the tokenizer."""
+
+    def __init__(self, options: EncodeOptions):
+        self.options = options
+        self.tokenizer = load_tokenizer(options.tokenizer, options.eod, options.special_tokens)
+
+    def __call__(self, chunk: Chunk) -> Encoded:
+        o, texts, problems = self.options, [], []
+        for _, item in documents(chunk, o.kinds[chunk.file], o.field, o.rule):
+            if isinstance(item, Problem):
+                problems.append(item)
+            else:
+                texts.append(item)
+        encoded = [ids for ids in self.tokenizer.encode_batch(texts) if ids]
+        eod = self.tokenizer.eod_id
+        if o.append_eod and eod is not None:
+            for ids in encoded:
+                if ids[-1] != eod:  # a text or a template may have brought its own
+                    ids.append(eod)
+        lengths = np.fromiter(map(len, encoded), np.int32, len(encoded))
+        flat = np.fromiter(chain.from_iterable(encoded), np.dtype(o.dtype), int(lengths.sum(dtype=np.int64)))
+        return Encoded(
+            flat.tobytes(),
+            lengths.tobytes(),
+            sum(len(text) if text.isascii() else len(text.encode()) for text in texts),
+            int(flat.max()) if len(flat) else -1,
+            len(texts) - len(encoded),
+            tuple(problems),
+        )
+
+
+_encoder: Encoder | None = None  # of a worker process
+
+
+def _start_worker(options: EncodeOptions) -> None:
+    global _encoder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # this runs in workers only
+
+    def leave_with_parent() -> None:
+        wait([parent.sentinel])
+        os._exit(1)  # the parent was killed: nobody reads what this process would still write
+
+    threading.Thread(target=leave_with_parent, daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _encoder = Encoder(options)
+
+
+def _encode(chunk: Chunk) -> Encoded:
+    assert _encoder is not None  # set by _start_worker
+    return _encoder(chunk)
+
+
+def encode_all(
+    reads: Iterable[Read], options: EncodeOptions, workers: int
+) -> Generator[tuple[Read, Encoded], None, None]:
+    """Encode every chunk; results come in the order of `reads`, whatever the number of workers.
+
+    At most four chunks a worker are in memory.  Raises UserError when a worker process dies.
+    """
+    if workers == 1:
+        encoder = Encoder(options)
+        for read in reads:
+            yield read, encoder(read.chunk)
+        return
+    context = multiprocessing.get_context("spawn")  # fork would copy the threads' locks of progress bar and tokenizer
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (options,))
+    pending: deque[tuple[Read, Future[Encoded]]] = deque()
+    try:
+        for read in reads:
+            pending.append((read, pool.submit(_encode, read.chunk)))
+            if len(pending) >= 4 * workers:
+                first, future = pending.popleft()
+                yield first, future.result()
+        while pending:
+            first, future = pending.popleft()
+            yield first, future.result()
+    except BrokenProcessPool as error:
+        raise UserError(
+            "A worker process died while tokenizing, most often for lack of memory; run again with fewer --workers to "
+            "continue where this run stopped."
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,271 @@
+"""Text files in, indexed dataset out: `prepare` reads, tokenizes in many processes, and writes .bin, .idx and .json."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import orjson
+
+from megaponder.data.documents import TxtRule
+from megaponder.data.encode import EncodeOptions, encode_all
+from megaponder.data.indexed import best_dtype
+from megaponder.data.info import DatasetMeta, SourceFile
+from megaponder.data.readers import CHUNK_BYTES, kind_of, list_inputs, read_chunks
+from megaponder.data.tokenizer import EOD_TOKENS, Tokenizer, load_tokenizer
+from megaponder.data.workspace import State, Workspace
+from megaponder.errors import ConfigError, UserError
+
+EXAMPLES = 5  # problems that a summary quotes
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """Everything that decides what `prepare` writes, and how fast."""
+
+    inputs: list[str]
+    """Files or folders: .jsonl and .txt, also as .gz or .zst, and .parquet."""
+    output: str
+    """Path of the dataset without .bin/.idx."""
+    tokenizer: str
+    """tokenizer.json, sentencepiece .model, a folder with one, or "bytes"."""
+    eod: str | None = None
+    """Token that ends every document; default: the tokenizer's EOS, else a well-known one."""
+    append_eod: bool = True
+    """End every document with the EOD token."""
+    special_tokens: bool = False
+    """Let the tokenizer's own template add BOS/EOS to each document."""
+    field: str = "text"
+    """Field (column) that holds the text."""
+    txt_split: str = "file"
+    """What a document is in a .txt file: file, line, blank (parts between blank lines), or a separator line."""
+    on_error: Literal["fail", "skip"] = "fail"
+    """Unreadable documents end the run with file and line, or are left out and counted."""
+    workers: int | None = None
+    """Processes that tokenize; default: the CPUs that this process may use, and one for inputs of a few chunks."""
+    overwrite: bool = False
+    """Replace an existing dataset of that name."""
+    restart: bool = False
+    """Throw away what an earlier, interrupted run left."""
+    chunk_bytes: int = CHUNK_BYTES
+    """Text that a worker tokenizes in one call."""
+    shard_bytes: int = 1 << 28
+    """Text after which work is made durable; what a killed run can lose."""
+
+
+@dataclass(frozen=True)
+class PrepareProgress:
+    """Where a run is."""
+
+    read_bytes: int
+    """Input read, in bytes on disk."""
+    total_bytes: int
+    """All input, in bytes on disk."""
+    text_bytes: int
+    """Text tokenized by this run."""
+    documents: int
+    tokens: int
+    seconds: float
+    """Since this run began."""
+
+
+@dataclass(frozen=True)
+class PrepareSummary:
+    """What a run has written."""
+
+    prefix: str
+    meta: DatasetMeta
+    seconds: float
+    """Of this run."""
+    text_bytes: int
+    """Text that this run tokenized."""
+    resumed_documents: int
+    """Documents that an earlier, interrupted run had already done."""
+    examples: list[str] = field(default_factory=list)
+    """The first skipped documents of this run, with file and line."""
+
+
+def _need_eod(options: PrepareOptions, tokenizer: Tokenizer) -> int | None:
+    if not options.append_eod:
+        return None
+    if tokenizer.eod_id is None:
+        raise UserError(
+            f"{options.tokenizer}: this tokenizer names no end-of-document token and has none of "
+            f"{', '.join(EOD_TOKENS)}; choose one of its tokens with --eod TOKEN, or write documents without one with "
+            f"--no-append-eod."
+        )
+    return tokenizer.eod_id
+
+
+def _fingerprint(options: PrepareOptions, files: list[Path], tokenizer: Tokenizer, eod_id: int | None) -> str:
+    """Hash of all that decides the bytes written; the error policy is not in it (see `_start_state`)."""
+    parts = {
+        "format": 1,
+        "files": [(os.path.realpath(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files],
+        "tokenizer": tokenizer.fingerprint,
+        "eod": eod_id,
+        "special_tokens": options.special_tokens,
+        "field": options.field,
+        "txt_split": options.txt_split,
+    }
+    return hashlib.sha256(orjson.dumps(parts, option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+
+def _start_state(options: PrepareOptions, work: Workspace, fingerprint: str) -> State:
+    """Where to begin.  UserError when an earlier run's work does not belong to these inputs and options."""
+    state = None if options.restart else work.stored()
+    if state is None or (not state.documents and not state.skipped):
+        return State(fingerprint)
+    if state.fingerprint != fingerprint:
+        raise UserError(
+            f"{work.folder}: an interrupted run with other inputs or options left its work here; repeat those "
+            f"to continue it, or throw it away with --restart."
+        )
+    unreadable = sum(count for reason, count in state.skipped.items() if reason != "empty")
+    if unreadable and options.on_error == "fail":
+        raise UserError(
+            f"{work.folder}: the interrupted run has skipped {unreadable} unreadable documents; continue it with "
+            f"--on-error skip, or throw it away with --restart."
+        )
+    return state
+
+
+def _refuse_existing(options: PrepareOptions, work: Workspace, state: State) -> None:
+    existing = [work.final(suffix) for suffix in (".idx", ".bin") if work.final(suffix).exists()]
+    if existing and not options.overwrite and not state.whole:
+        raise UserError(f"{existing[0]}: exists already; choose another --output, or replace it with --overwrite.")
+
+
+def _work_through(
+    options: PrepareOptions,
+    files: list[Path],
+    work: Workspace,
+    encode_options: EncodeOptions,
+    on_progress: Callable[[PrepareProgress], None] | None,
+) -> list[str]:
+    """Read, encode and append everything after the state's position; returns examples of skipped documents."""
+    examples: list[str] = []
+    began, already, saved = time.monotonic(), work.state.text_bytes, work.state.text_bytes
+    sizes = [f.stat().st_size for f in files]
+    rule = encode_options.rule
+    reads = read_chunks(files, work.state.position, options.field, rule, options.chunk_bytes)
+    results = encode_all(reads, encode_options, _workers(options, files))
+    try:
+        for read, encoded in results:
+            name = files[read.chunk.file]
+            if encoded.problems and options.on_error == "fail":
+                problem = encoded.problems[0]
+                raise UserError(
+                    f"{name}:{problem.line}: {problem.message}; mend the file, or leave such documents out with "
+                    f"--on-error skip."
+                )
+            examples += [f"{name}:{p.line}: {p.message}" for p in encoded.problems[: EXAMPLES - len(examples)]]
+            skipped = Counter(p.reason for p in encoded.problems)
+            if encoded.empty:
+                skipped["empty"] = encoded.empty
+            work.add(encoded, read.end, skipped)
+            if work.state.text_bytes - saved >= options.shard_bytes:
+                work.save()
+                saved = work.state.text_bytes
+            if on_progress is not None:
+                done = sum(sizes[: read.chunk.file]) + read.disk_bytes
+                state, seconds = work.state, time.monotonic() - began
+                text = state.text_bytes - already
+                on_progress(PrepareProgress(done, sum(sizes), text, state.documents, state.tokens, seconds))
+    except BaseException:  # also Ctrl-C: chunks are added whole and in order, so all that was added is good
+        work.save()
+        raise
+    finally:
+        results.close()
+    return examples
+
+
+def _encode_options(options: PrepareOptions, files: list[Path], dtype: str) -> EncodeOptions:
+    return EncodeOptions(
+        tokenizer=options.tokenizer,
+        eod=options.eod,
+        append_eod=options.append_eod,
+        special_tokens=options.special_tokens,
+        dtype=dtype,
+        field=options.field,
+        rule=TxtRule(options.txt_split),
+        kinds=tuple(kind_of(f) or "" for f in files),
+    )
+
+
+def _meta(tokenizer: Tokenizer, eod_id: int | None, files: list[Path], dtype: str, done: State) -> DatasetMeta:
+    return DatasetMeta(
+        tokenizer=tokenizer.name,
+        tokenizer_kind=tokenizer.kind,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        eod_id=eod_id,
+        max_id=done.max_id,
+        documents=done.documents,
+        tokens=done.tokens,
+        dtype=dtype,
+        text_bytes=done.text_bytes,
+        sources=[SourceFile(str(f), f.stat().st_size) for f in files],
+        skipped=done.skipped,
+    )
+
+
+def _check(options: PrepareOptions) -> None:
+    """ConfigError for impossible options."""
+    if options.on_error not in ("fail", "skip"):
+        raise ConfigError("on_error", options.on_error, "must be fail or skip", "use fail")
+    if not options.txt_split:
+        raise ConfigError("txt_split", "", "must be file, line, blank or a separator line", "use file")
+    if options.workers is not None and options.workers < 1:
+        raise ConfigError("workers", options.workers, "must be 1 or more", "use 1")
+    if Path(options.output).suffix in (".bin", ".idx"):
+        raise ConfigError("output", options.output, "is a path without .bin/.idx", f"use {options.output[:-4]}")
+
+
+def _workers(options: PrepareOptions, files: list[Path]) -> int:
+    if options.workers is not None:
+        return options.workers
+    chunks = sum(f.stat().st_size for f in files) // options.chunk_bytes
+    return len(os.sched_getaffinity(0)) if chunks > 4 else 1  # else starting processes takes longer than the work
+
+
+def prepare(options: PrepareOptions, on_progress: Callable[[PrepareProgress], None] | None = None) -> PrepareSummary:
+    """Write the indexed dataset `options.output`; the same bytes whatever the number of workers.
+
+    An interrupted run leaves `<output>.partial`; the same call continues it.  Nothing appears under the final name
+    before all of it is on disk.  Raises UserError or ConfigError for whatever the user can mend.
+    """
+    began = time.monotonic()
+    _check(options)
+    files = list_inputs(options.inputs)
+    tokenizer = load_tokenizer(options.tokenizer, options.eod, options.special_tokens)
+    eod_id = _need_eod(options, tokenizer)
+    dtype = best_dtype(tokenizer.vocab_size)
+    examples: list[str] = []
+    try:
+        with Workspace(Path(options.output), dtype) as work:
+            start = _start_state(options, work, _fingerprint(options, files, tokenizer, eod_id))
+            _refuse_existing(options, work, start)
+            work.open(start)
+            if not start.whole:
+                examples = _work_through(options, files, work, _encode_options(options, files, dtype), on_progress)
+                if work.state.documents == 0:
+                    work.discard()
+                    raise UserError(f"{', '.join(options.inputs)}: no document with any token; nothing was written.")
+            done = work.state
+            meta = _meta(tokenizer, eod_id, files, dtype, done)
+            if not start.whole:
+                work.complete(meta)
+            work.publish()
+    except OSError as error:
+        raise UserError(
+            f"{options.output}: writing failed ({error}); run the same command again to continue."
+        ) from error
+    seconds, text = time.monotonic() - began, done.text_bytes - start.text_bytes
+    return PrepareSummary(options.output, meta, seconds, text, start.documents, examples)

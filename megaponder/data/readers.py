@@ -1,0 +1,219 @@
+"""Input files as a stream of chunks of whole documents, from any position on.
+
+    .jsonl .txt             also as .gz and .zst (the Pile's own form; several frames in a file are one stream)
+    .parquet                with the extra `parquet`
+
+A `Position` is where a chunk ends; reading on from it gives the same documents as never having stopped.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO
+
+from megaponder.data.documents import Chunk, TxtRule
+from megaponder.errors import ConfigError, UserError
+
+KINDS = {".jsonl": "jsonl", ".txt": "txt", ".parquet": "parquet"}
+PACKED = (".gz", ".zst")
+BLOCK = 1 << 20
+CHUNK_BYTES = 1 << 20
+LARGEST_DOCUMENT = 1 << 28
+"""Bytes of the largest .txt file that may be one document: it is held in memory as text and as tokens."""
+BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where the next document begins."""
+
+    file: int = 0
+    offset: int = 0
+    """Bytes of the unpacked file (rows of parquet) before it."""
+    line: int = 1
+    """Its line (or row) number, from 1."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """A chunk, where it ends, and how much of its file on disk has been read (for progress)."""
+
+    chunk: Chunk
+    end: Position
+    disk_bytes: int
+
+
+def kind_of(path: Path) -> str | None:
+    """jsonl, txt or parquet by name; None for other files."""
+    suffixes = path.suffixes
+    if suffixes and suffixes[-1] in PACKED:
+        kind = KINDS.get(suffixes[-2]) if len(suffixes) > 1 else None
+        return None if kind == "parquet" else kind
+    return KINDS.get(path.suffix)
+
+
+def list_inputs(inputs: Sequence[str]) -> list[Path]:
+    """Files to read, in order; a folder stands for all files of known form below it, sorted by path.
+
+    Raises UserError for a missing path, an unknown form, a folder without any, or a file that is named twice.
+    """
+    known = "known: .jsonl and .txt, also as .gz or .zst, and .parquet"
+    files: list[Path] = []
+    for name in inputs:
+        path = Path(name)
+        if path.is_dir():
+            found = sorted(p for p in path.rglob("*") if p.is_file() and kind_of(p))
+            if not found:
+                raise UserError(f"{name}: no input file lies in this folder ({known}).")
+            files += found
+        elif not path.is_file():
+            raise UserError(f"{name}: no such file or folder.")
+        elif kind_of(path) is None:
+            raise UserError(f"{name}: the form of this file is not known by its name ({known}).")
+        else:
+            files.append(path)
+    seen: set[str] = set()
+    for path in files:
+        real = os.path.realpath(path)
+        if real in seen:
+            raise UserError(f"{path}: this input is named twice, so that its documents would be in the dataset twice.")
+        seen.add(real)
+    if not files:
+        raise ConfigError("input", [], "there is nothing to read", "name at least one file or folder")
+    return files
+
+
+def _unzstd(stream: IO[bytes], path: Path) -> Iterator[bytes]:
+    import zstandard
+
+    # The library's stream reader takes a file that ends inside a frame for a whole one: watch the frames here.
+    decoder = None
+    while block := stream.read(BLOCK // 8):  # several times as much once unpacked
+        while block:
+            if decoder is None:
+                decoder = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
+            try:
+                yield decoder.decompress(block)
+            except zstandard.ZstdError as error:
+                raise UserError(f"{path}: not valid zstd data near byte {stream.tell()} ({error}).") from error
+            block = decoder.unused_data if decoder.eof else b""
+            if decoder.eof:
+                decoder = None
+    if decoder is not None:
+        raise UserError(f"{path}: truncated, the file ends inside a zstd frame; copy or download it again.")
+
+
+def _ungzip(stream: IO[bytes], path: Path) -> Iterator[bytes]:
+    try:
+        with gzip.open(stream) as unpacked:
+            while block := unpacked.read(BLOCK):
+                yield block
+    except EOFError as error:
+        raise UserError(f"{path}: truncated gzip file; copy or download it again.") from error
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(f"{path}: not valid gzip data ({error}).") from error
+
+
+def _blocks(path: Path, stream: IO[bytes], skip: int) -> Iterator[bytes]:
+    """Unpacked content from byte `skip` on."""
+    if path.suffix not in PACKED:
+        stream.seek(skip)
+        while block := stream.read(BLOCK):
+            yield block
+        return
+    for block in (_unzstd if path.suffix == ".zst" else _ungzip)(stream, path):
+        if skip < len(block):
+            yield block[skip:]
+        skip = max(0, skip - len(block))
+
+
+def _last_edge(data: bytes, rule: TxtRule | None) -> int:
+    """Where `data`, of which more may follow, can be cut between two documents; 0 if nowhere."""
+    if rule is None or rule.split == "line":
+        return data.rfind(b"\n") + 1
+    edge = rule.edge
+    if edge is None:
+        return 0
+    # An edge that touches the end may go on in the next block; one that is followed by a space may be part of a longer.
+    cuts = [m.end() for m in edge.finditer(data) if m.end() < len(data) and data[m.end()] not in b" \t\r\n"]
+    return cuts[-1] if cuts else 0
+
+
+def _read_lines(path: Path, start: Position, rule: TxtRule | None, chunk_bytes: int) -> Iterator[Read]:
+    whole = rule is not None and rule.edge is None
+    with open(path, "rb") as stream:
+        waiting, size, at, target = [], 0, start, chunk_bytes
+        for block in _blocks(path, stream, start.offset):
+            waiting.append(block)
+            size += len(block)
+            if whole and size > LARGEST_DOCUMENT:
+                raise UserError(
+                    f"{path}: larger than {LARGEST_DOCUMENT >> 20} MiB, too much for one document; choose what a "
+                    f"document is with --txt-split line, --txt-split blank or a separator line."
+                )
+            if size < target or whole:
+                continue
+            data = b"".join(waiting)
+            cut = _last_edge(data, rule)
+            waiting, size = [data[cut:]], len(data) - cut
+            target = chunk_bytes if cut else 2 * size  # a long document is not joined and searched at every block
+            if cut:
+                read = _cut(data[:cut], at, stream.tell())
+                at = read.end
+                yield read
+        if size:
+            yield _cut(b"".join(waiting), at, stream.tell())
+
+
+def _cut(data: bytes, at: Position, disk_bytes: int) -> Read:
+    end = replace(at, offset=at.offset + len(data), line=at.line + data.count(b"\n"))
+    if at.offset == 0:
+        data = data.removeprefix(BOM)
+    return Read(Chunk(at.file, at.line, data), end, disk_bytes)
+
+
+def _read_parquet(path: Path, start: Position, field: str, chunk_bytes: int) -> Iterator[Read]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError(
+            f'{path}: reading .parquet needs pyarrow; install it with pip install "megaponder[parquet]".'
+        ) from error
+    try:
+        table = pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path}: not a readable parquet file ({error}).") from error
+    names = table.schema_arrow.names
+    if field not in names:
+        raise UserError(f"{path}: no column {field!r} (columns: {', '.join(names)}); name it with --field.")
+    kind = table.schema_arrow.field(field).type
+    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_binary(kind)):
+        raise UserError(f"{path}: column {field!r} is of type {kind}, not string; name another one with --field.")
+    total, disk, seen = max(1, table.metadata.num_rows), path.stat().st_size, 0
+    for batch in table.iter_batches(batch_size=256, columns=[field]):
+        seen += len(batch)
+        if seen <= start.offset:
+            continue
+        begin = max(start.offset, seen - len(batch))
+        rows = batch.column(0).slice(begin - (seen - len(batch))).cast(pyarrow.large_binary()).to_pylist()
+        end = Position(start.file, seen, seen + 1)
+        yield Read(Chunk(start.file, begin + 1, rows=tuple(rows)), end, disk * seen // total)
+
+
+def read_chunks(
+    files: Sequence[Path], start: Position, field: str, rule: TxtRule, chunk_bytes: int = CHUNK_BYTES
+) -> Iterator[Read]:
+    """Chunks of `files` from `start` on, in order.  UserError for a damaged file."""
+    for number in range(start.file, len(files)):
+        at = start if number == start.file else Position(number)
+        kind = kind_of(files[number])
+        if kind == "parquet":
+            yield from _read_parquet(files[number], at, field, chunk_bytes)
+        else:
+            yield from _read_lines(files[number], at, rule if kind == "txt" else None, chunk_bytes)

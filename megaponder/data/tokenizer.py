@@ -1,0 +1,178 @@
+"""Tokenizers behind one small protocol: Hugging Face tokenizer.json, sentencepiece .model, raw bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from megaponder.errors import ConfigError, UserError
+
+EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<eod>", "<EOD>", "<|end|>", "[EOS]")
+"""Tokens that end a document where a tokenizer does not name one, most telling first."""
+
+
+class Tokenizer(Protocol):
+    """What the rest of the program needs of a tokenizer."""
+
+    kind: str
+    """huggingface, sentencepiece or bytes."""
+    name: str
+    """File or folder as it was given."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Largest id that can be produced, plus one."""
+
+    @property
+    def eod_id(self) -> int | None:
+        """Id that ends a document, or None."""
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of the content that decides ids, however the file is laid out."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, without any EOD but what the tokenizer's own template adds."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, special tokens included."""
+
+
+class BytesTokenizer:
+    """UTF-8 bytes as ids 0-255, and 256 for EOD.  Text can never contain the EOD."""
+
+    kind = name = "bytes"
+    vocab_size = 257
+    eod_id: int | None = 256
+    fingerprint = hashlib.sha256(b"utf-8 bytes 0-255, end of document 256").hexdigest()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [list(text.encode()) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        pieces: list[bytes] = [bytes([i]) if i < 256 else b"<EOD>" for i in ids]
+        return b"".join(pieces).decode(errors="replace")
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer.json, by the `tokenizers` library (one thread: `prepare` has processes)."""
+
+    kind = "huggingface"
+
+    def __init__(self, path: Path, name: str, eod: str | None, special_tokens: bool):
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        from tokenizers import Tokenizer as Backend
+
+        try:
+            content = json.loads(path.read_bytes())
+            self._backend = Backend.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception for a malformed file
+            raise UserError(f"{path}: not a tokenizer.json that the tokenizers library can read ({error}).") from error
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.name, self._special_tokens = name, special_tokens
+        vocab = self._backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values()) + 1
+        named = eod if eod is not None else _configured_eos(path.parent)
+        self.eod_id = _find_eod(vocab.get, named, eod is not None, name)
+        self.fingerprint = hashlib.sha256(_canonical(content)).hexdigest()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        # "fast": without character offsets, which nobody reads here
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=self._special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._backend.decode(list(ids), skip_special_tokens=False))
+
+
+class SentencePieceTokenizer:
+    """A sentencepiece .model."""
+
+    kind = "sentencepiece"
+
+    def __init__(self, path: Path, name: str, eod: str | None, special_tokens: bool):
+        from sentencepiece import SentencePieceProcessor
+
+        try:
+            self._backend = SentencePieceProcessor(model_file=str(path))
+        except (RuntimeError, OSError) as error:
+            raise UserError(f"{path}: not a sentencepiece model ({error}).") from error
+        self.name, self._special_tokens = name, special_tokens
+        self.vocab_size = int(self._backend.get_piece_size())
+        eos = self._backend.eos_id()
+        named = eod if eod is not None else (self._backend.id_to_piece(eos) if eos >= 0 else None)
+        self.eod_id = _find_eod(self._piece_id, named, eod is not None, name)
+        self.fingerprint = hashlib.sha256(path.read_bytes()).hexdigest()
+
+    def _piece_id(self, piece: str) -> int | None:
+        found = self._backend.piece_to_id(piece)
+        return found if self._backend.id_to_piece(found) == piece else None
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        extra = self._special_tokens
+        return self._backend.encode(list(texts), out_type=int, num_threads=1, add_bos=extra, add_eos=extra)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._backend.decode(list(ids)))
+
+
+def _find_eod(token_id: Any, named: str | None, must: bool, name: str) -> int | None:
+    """Id of the token `named`, else of the first well-known one; ConfigError when a demanded one does not exist."""
+    for token in [named] if must else [named, *EOD_TOKENS]:
+        found = token_id(token) if token is not None else None
+        if found is not None:
+            return int(found)
+    if must:
+        raise ConfigError("eod", named, f"the tokenizer {name} has no such token", "give one that its vocabulary holds")
+    return None
+
+
+def _configured_eos(folder: Path) -> str | None:
+    """eos_token of a tokenizer_config.json in `folder`."""
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return None
+    try:
+        token = json.loads(path.read_bytes()).get("eos_token")
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{path}: not valid JSON ({error}).") from error
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _canonical(content: dict[str, Any]) -> bytes:
+    """tokenizer.json without what does not change ids or differs between writers of the same tokenizer."""
+    content = {key: value for key, value in content.items() if key not in ("truncation", "padding", "version")}
+    model = {key: value for key, value in content.get("model", {}).items() if value not in (None, False)}
+    if "merges" in model:  # "a b" in older files, ["a", "b"] in newer ones
+        model["merges"] = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
+    content["model"] = model
+    return json.dumps(content, sort_keys=True, ensure_ascii=True, separators=(",", ":")).encode()
+
+
+def load_tokenizer(name: str, eod: str | None = None, special_tokens: bool = False) -> Tokenizer:
+    """Load a tokenizer by file, folder or the word "bytes".
+
+    eod: the token that ends a document; default: the tokenizer's own EOS, else the first of EOD_TOKENS that it has.
+    special_tokens: let the tokenizer's template add its BOS/EOS to each text.
+    Raises UserError for a missing or unreadable file, ConfigError for an `eod` that it does not have.
+    """
+    if name == "bytes":
+        if eod is not None:
+            raise ConfigError("eod", eod, "the byte-level tokenizer has its own (256)", "drop the option")
+        return BytesTokenizer()
+    path = Path(name)
+    if path.is_dir():
+        candidates = [path / "tokenizer.json", path / "tokenizer.model", *sorted(path.glob("*.model"))]
+        found = next((p for p in candidates if p.is_file()), None)
+        if found is None:
+            raise UserError(f"{name}: the folder holds neither tokenizer.json nor a sentencepiece .model.")
+        path = found
+    if not path.is_file():
+        raise UserError(f'{name}: no such tokenizer; give a tokenizer.json, a .model, a folder with one, or "bytes".')
+    loader = SentencePieceTokenizer if path.suffix == ".model" else HuggingFaceTokenizer
+    return loader(path, name, eod, special_tokens)

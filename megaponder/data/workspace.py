@@ -1,0 +1,172 @@
+"""The folder `<prefix>.partial`, where a dataset grows until it is whole; what makes `prepare` safe to kill.
+
+    tokens.bin     token ids so far           lengths.bin   int32 tokens of each document so far
+    state.json     how much of both is good, and the input position that belongs to it (written by rename)
+    lock           held while a process works here
+
+Work is done in shards: after each, both files are flushed to disk and the state moves on.  A run that finds a state
+cuts both files back to it and reads on from its position.  When all is there, the three files get their final names,
+the .idx last: without it no reader takes a .bin for a dataset.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import orjson
+from filelock import FileLock, Timeout
+
+from megaponder.data.cache import fsync_folder
+from megaponder.data.encode import Encoded
+from megaponder.data.indexed import write_index
+from megaponder.data.info import DatasetMeta
+from megaponder.data.readers import Position
+from megaponder.errors import UserError
+
+PARTS = (("tokens.bin", ".bin"), ("meta.json", ".json"), ("index.idx", ".idx"))
+"""Names inside the folder and their final suffixes, in the order of publication."""
+
+
+@dataclass(frozen=True)
+class State:
+    """How far the work is."""
+
+    fingerprint: str
+    """Hash of inputs and options; work of another one is never continued."""
+    position: Position = field(default_factory=Position)
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    max_id: int = -1
+    skipped: dict[str, int] = field(default_factory=dict)
+    whole: bool = False
+    """All parts are written; only their names are missing."""
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace `path` by `content`: afterwards, and after a crash at any moment, it is the old or the new file."""
+    aside = path.with_name(path.name + ".tmp")
+    with open(aside, "wb") as out:
+        out.write(content)
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(aside, path)
+    fsync_folder(path.parent)
+
+
+class Workspace:
+    """One process's hold on `<prefix>.partial`."""
+
+    def __init__(self, prefix: Path, dtype: str):
+        self.prefix, self.dtype = prefix, dtype
+        self.folder = prefix.with_name(prefix.name + ".partial")
+        self._lock = FileLock(str(self.folder / "lock"))
+        self._tokens: BinaryIO | None = None
+        self._lengths: BinaryIO | None = None
+        self.state = State("")
+
+    def final(self, suffix: str) -> Path:
+        """Final path of a part."""
+        return self.prefix.with_name(self.prefix.name + suffix)
+
+    def __enter__(self) -> Workspace:
+        """Take the folder; UserError when another process has it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise UserError(f"{self.folder}: another process is preparing this dataset now.") from None
+        if not (self.folder / "lock").exists():  # the other process finished between the two lines above
+            raise UserError(f"{self.folder}: another process has just finished this dataset.")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give the folder back, with the work in it if there is any."""
+        self._close()
+        if not (self.folder / "state.json").exists():
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self._lock.release()
+
+    def _close(self) -> None:
+        for stream in (self._tokens, self._lengths):
+            if stream is not None:
+                stream.close()
+        self._tokens = self._lengths = None
+
+    def discard(self) -> None:
+        """Forget all work."""
+        self._close()
+        (self.folder / "state.json").unlink(missing_ok=True)
+
+    def stored(self) -> State | None:
+        """State of an earlier run, or None."""
+        path = self.folder / "state.json"
+        if not path.is_file():
+            return None
+        data = orjson.loads(path.read_bytes())
+        return State(**{**data, "position": Position(**data["position"])})
+
+    def open(self, state: State) -> None:
+        """Continue from `state` (a fresh one begins anew)."""
+        self.state = state
+        if state.whole:
+            return
+        sizes = (state.tokens * np.dtype(self.dtype).itemsize, state.documents * 4)
+        streams = []
+        for name, size in zip(("tokens.bin", "lengths.bin"), sizes, strict=True):
+            path = self.folder / name
+            path.touch()
+            if path.stat().st_size < size:
+                raise UserError(f"{path}: shorter than the last run left it; start over with --restart.")
+            os.truncate(path, size)
+            streams.append(open(path, "ab"))  # noqa: SIM115 (closed by _close)
+        self._tokens, self._lengths = streams
+        self.save()
+
+    def add(self, encoded: Encoded, position: Position, skipped: dict[str, int]) -> None:
+        """Append a chunk; durable after the next `save`."""
+        assert self._tokens is not None and self._lengths is not None  # open() came first
+        self._tokens.write(encoded.ids)
+        self._lengths.write(encoded.lengths)
+        old = self.state
+        self.state = replace(
+            old,
+            position=position,
+            documents=old.documents + len(encoded.lengths) // 4,
+            tokens=old.tokens + len(encoded.ids) // np.dtype(self.dtype).itemsize,
+            text_bytes=old.text_bytes + encoded.text_bytes,
+            max_id=max(old.max_id, encoded.max_id),
+            skipped={key: old.skipped.get(key, 0) + skipped.get(key, 0) for key in sorted({*old.skipped, *skipped})},
+        )
+
+    def save(self) -> None:
+        """End a shard: everything added so far survives from here on."""
+        for stream in (self._tokens, self._lengths):
+            if stream is not None:
+                stream.flush()
+                os.fsync(stream.fileno())
+        write_atomically(self.folder / "state.json", orjson.dumps(asdict(self.state)))
+
+    def complete(self, meta: DatasetMeta) -> None:
+        """Write index and description, and mark the work as whole."""
+        self.save()
+        lengths = np.memmap(self.folder / "lengths.bin", np.int32, "r", shape=(self.state.documents,))
+        write_index(self.folder / "index.idx", self.dtype, lengths)
+        write_atomically(self.folder / "meta.json", meta.dump())
+        self.state = replace(self.state, whole=True)
+        self.save()
+
+    def publish(self) -> None:
+        """Give whole work its final names and remove the folder.  May be repeated after a crash."""
+        if (self.folder / "index.idx").exists():
+            self.final(".idx").unlink(missing_ok=True)  # of a dataset that is overwritten: it must not meet a new .bin
+        for name, suffix in PARTS:
+            if (self.folder / name).exists():
+                os.replace(self.folder / name, self.final(suffix))
+        fsync_folder(self.prefix.parent)
+        self.discard()
