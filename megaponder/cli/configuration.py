@@ -1,23 +1,41 @@
-"""From a command's CONFIG and overrides to a resolved, checked configuration."""
+"""From a command's CONFIG and overrides to a resolved configuration, and for a plan to all that follows from it."""
 
 from __future__ import annotations
 
-from megaponder.config.facts import facts_of
+from typing import Any
+
+from megaponder.config.facts import MethodFacts, facts_of
 from megaponder.config.load import load_config
 from megaponder.config.resolve import resolve
-from megaponder.config.rules import Machine, check
+from megaponder.config.rules import check
 from megaponder.config.schema import RunConfig
-from megaponder.errors import UserError
+from megaponder.errors import ConfigError, UserError
 
 
-def checked_config(
-    path: str | None, overrides: list[str], world_size: int, machine: Machine | None = None, needs_data: bool = False
-) -> RunConfig:
-    """The resolved configuration; ConfigError for the first rule that it breaks at this world size."""
+def load(path: str | None, overrides: list[str]) -> RunConfig:
+    """The resolved configuration; ConfigError for what is wrong with it whatever the layout."""
     if path is None:
-        raise UserError("CONFIG is missing: name a YAML file, for example configs/demo.yaml")
-    cfg = resolve(load_config(path, overrides))
+        raise UserError("CONFIG is missing: name a YAML file, for example configs/demo.yaml.")
+    return resolve(load_config(path, overrides))
+
+
+def planned(path: str | None, overrides: list[str], world_size: int | None) -> tuple[RunConfig, Any, MethodFacts, int]:
+    """Configuration, method, facts and world size of a plan; the world is one replica unless given.
+
+    The vocabulary comes from the preset, the configuration or the datasets' descriptions.
+    """
+    cfg = load(path, overrides)
+    if cfg.model.vocab_size is None and cfg.data.train:
+        from megaponder.data.check import check_data, fill_from_data
+
+        cfg = fill_from_data(cfg, check_data(cfg))
+    if cfg.model.vocab_size is None:
+        rule = "a plan needs it, and neither a preset nor a dataset gives it"
+        raise ConfigError("model.vocab_size", None, rule, "add --model.vocab_size 50304")
     from megaponder.ponder.settings import method_of  # after the file's own mistakes: it imports torch
 
-    check(cfg, facts_of(method_of(cfg), cfg.train.seed), world_size, machine, needs_data)
-    return cfg
+    method = method_of(cfg)
+    facts = facts_of(method, cfg.train.seed)
+    world_size = cfg.parallel.tensor * cfg.parallel.pipeline if world_size is None else world_size
+    check(cfg, facts, world_size)
+    return cfg, method, facts, world_size

@@ -68,6 +68,10 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, ModuleType | None]:
         return args, None
     module = _module(args.command)
     if getattr(module, "OVERRIDES", False):
+        command_parser = parser.command_parser(args.command)
+        for word in rest:  # a field has a dot; anything else was meant for the command
+            if word.startswith("--") and "." not in word.partition("=")[0] and word.partition("=")[0] != "--run":
+                command_parser.refuse_unknown([word])
         args.overrides = rest
     elif rest:
         parser.command_parser(args.command).refuse_unknown(rest)

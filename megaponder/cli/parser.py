@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, NoReturn
 
-from megaponder.config.fields import nearest
+from megaponder.config.fields import all_fields, nearest
 from megaponder.errors import UserError
 
 Commands = Any
@@ -36,7 +36,8 @@ class Parser(argparse.ArgumentParser):
     def refuse_unknown(self, words: list[str]) -> NoReturn:
         """Name the first word that no option takes, and the nearest option."""
         word = next((w for w in words if w.startswith("-")), words[0]).partition("=")[0]
-        close = nearest(word, self._option_string_actions)
+        fields = [f"--{name}" for name in all_fields()] if "--section" in (self.usage or "") else []
+        close = nearest(word, [*self._option_string_actions, *fields])
         fix = f"did you mean {close}" if close else f"see {self.prog} --help"
         raise UserError(f"{self.prog}: it takes no {word}; {fix}")
 

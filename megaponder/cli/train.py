@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 
 from megaponder.cli.parser import Commands
 
@@ -43,16 +42,14 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load, resolve and check the configuration; only then import the heavy part and train."""
+    """Load and resolve the configuration; only then import the heavy part, which checks it again as a whole."""
     if args.fields:
         from megaponder.cli.fields import print_fields
 
         return print_fields()
-    from megaponder.cli.configuration import checked_config
-    from megaponder.config.rules.case import this_machine
+    from megaponder.cli.configuration import load
 
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    cfg = checked_config(args.config, args.overrides, world_size, this_machine(), needs_data=True)
+    cfg = load(args.config, args.overrides)
     from megaponder.training.loop import train
 
     train(cfg)

@@ -30,7 +30,7 @@ class Field:
     doc: str
 
 
-def _docs(cls: type) -> dict[str, str]:
+def attribute_docs(cls: type) -> dict[str, str]:
     """Docstrings under the attributes of a class; Python keeps them in the source only."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef)
@@ -44,7 +44,7 @@ def _docs(cls: type) -> dict[str, str]:
 
 
 def _walk(cls: type, prefix: str) -> typing.Iterator[Field]:
-    hints, docs = typing.get_type_hints(cls), _docs(cls)
+    hints, docs = typing.get_type_hints(cls), attribute_docs(cls)
     for f in dataclasses.fields(cls):
         name, kind = prefix + f.name, hints[f.name]
         if dataclasses.is_dataclass(kind):

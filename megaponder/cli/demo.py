@@ -1,0 +1,29 @@
+"""`megaponder demo`."""
+
+from __future__ import annotations
+
+import argparse
+
+from megaponder.cli.parser import Commands
+
+SUMMARY = "everything once, small: data, training, resume, export, text, on this machine's CPU"
+
+EPILOG = """\
+What happens, in a few minutes on two cores and without any download:
+  1. the Python standard library's sources and docstrings become two corpora
+  2. a tokenizer is trained on them, and an indexed dataset is written for each
+  3. a small PonderLM and a vanilla twin are trained, stopped and resumed
+  4. both validation curves are plotted
+  5. the model is exported to a Hugging Face folder, its logits are checked, and it writes some text
+"""
+
+
+def add_parser(commands: Commands) -> None:
+    parser = commands.add_parser("demo", help=SUMMARY, description=SUMMARY, epilog=EPILOG)
+    parser.add_argument("--out", default="demo-run", metavar="FOLDER", help="where everything goes (default demo-run)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from megaponder.demo.run import run_demo
+
+    return int(run_demo(args.out) or 0)

@@ -1,0 +1,105 @@
+"""Everything that `megaponder plan` says about a run, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megaponder.config import budget
+from megaponder.config.facts import MethodFacts
+from megaponder.config.gpus import Gpu
+from megaponder.config.rules.layout import choose_group
+from megaponder.config.schema import RunConfig
+from megaponder.plan.flops import StepFlops, mean_executed, mean_needed, step_flops
+from megaponder.plan.memory import Memory, rank_memory
+from megaponder.plan.parameters import Parameters, model_parameters, rank_parameters
+from megaponder.plan.time import Estimate, estimate
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the world is divided."""
+
+    world_size: int
+    tensor: int
+    pipeline: int
+    data: int
+    sequence_parallel: bool
+    layers_per_stage: int
+    micro_batches: int
+    """Of one rank in a step with the full batch."""
+    microbatch_group: int | None
+    """Micro-batches per group of the interleaved schedule; None where it is not used."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A planned run."""
+
+    layout: Layout
+    parameters: Parameters
+    table_rows: int
+    """Rows of the padded vocabulary."""
+    flops: StepFlops
+    """Of step 0."""
+    needed: float
+    """Training FLOPs per token, mean over steps."""
+    executed: float
+    stages: tuple[Memory, ...]
+    stage_parameters: tuple[int, ...]
+    estimate: Estimate
+    mfu: float
+    peak_tflops: float
+    gpu_memory_gib: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        data = asdict(self)
+        data["parameters"]["total"] = self.parameters.total
+        for stage, memory in zip(data["stages"], self.stages, strict=True):
+            stage["total"] = memory.total
+        for one, p in zip(data["flops"]["passes"], self.flops.passes, strict=True):
+            one["total"] = p.total
+        return data
+
+
+def build_plan(cfg: RunConfig, method: Any, facts: MethodFacts, world_size: int, mfu: float, gpu: Gpu) -> Plan:
+    """The plan of a resolved and checked configuration with a known vocabulary.
+
+    `method` is a built method; its own modules are counted.  The peak is logging.peak_tflops where that is given.
+    """
+    par = cfg.parallel
+    assert cfg.model.num_layers and cfg.model.vocab_size
+    dp = world_size // (par.tensor * par.pipeline)
+    m = cfg.train.global_batch // (cfg.train.micro_batch * dp)
+    interleaved = par.pipeline > 1 and facts.max_passes > 1
+    own = sum(p.numel() for module in method.exit_modules().values() for p in module.parameters())
+    passes = max(
+        (method.passes(cfg.train.seed, step) for step in range(8)), key=lambda plan: sum(p.slots for p in plan)
+    )
+    te = cfg.precision.implementation != "local"
+    stages = range(par.pipeline)
+    peak = cfg.logging.peak_tflops or gpu.bf16_tflops
+    return Plan(
+        layout=Layout(
+            world_size=world_size,
+            tensor=par.tensor,
+            pipeline=par.pipeline,
+            data=dp,
+            sequence_parallel=par.sequence,
+            layers_per_stage=cfg.model.num_layers // par.pipeline,
+            micro_batches=m,
+            microbatch_group=(par.microbatch_group or choose_group(m, par.pipeline)) if interleaved else None,
+        ),
+        parameters=model_parameters(cfg, own),
+        table_rows=budget.padded_vocab(cfg),
+        flops=step_flops(cfg, method),
+        needed=mean_needed(cfg, method),
+        executed=mean_executed(cfg, method),
+        stages=tuple(rank_memory(cfg, facts, passes, world_size, stage, own, te) for stage in stages),
+        stage_parameters=tuple(rank_parameters(cfg, facts, stage, own).total for stage in stages),
+        estimate=estimate(cfg, method, world_size, mfu, peak),
+        mfu=mfu,
+        peak_tflops=peak,
+        gpu_memory_gib=gpu.memory_gib,
+    )

@@ -1,0 +1,153 @@
+"""Bytes per GPU by part, for any stage of any layout.
+
+Counted: what a training step keeps.  Activation counts follow this system's layers (a test compares them with the
+tensors that autograd really saves); not counted are fragmentation and short-lived buffers beyond the largest one.
+`overhead` is an assumption, not a count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from megaponder.config import budget
+from megaponder.config.facts import MethodFacts, PassLike
+from megaponder.config.rules.layout import choose_group
+from megaponder.config.schema import ModelConfig, RunConfig
+from megaponder.plan.parameters import Parameters, rank_parameters
+
+GIB = 2**30
+OVERHEAD = 2 * GIB
+"""CUDA context, NCCL buffers, cuBLAS workspaces and allocator slack on one GPU: an assumption."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one GPU."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    """FP32 master weights (bf16 runs) and two Adam moments."""
+    activations: int
+    """Of all passes in flight."""
+    vocabulary: int
+    """Logits with their softmax and gradient, and the probabilities that mixtures keep (last stage)."""
+    overhead: int = OVERHEAD
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, f.name) for f in fields(self))
+
+
+def element_bytes(cfg: RunConfig) -> int:
+    """Bytes of a parameter and of an activation."""
+    return 2 if cfg.precision.dtype == "bf16" else 4
+
+
+def passes_in_flight(stage: int, stages: int, passes: int, micro_batches: int, group: int | None = None) -> int:
+    """Most passes of micro-batches whose activations one stage holds at once.
+
+    One stage runs all passes of a micro-batch before its backward; 1F1B holds P - stage micro-batches; the interleaved
+    schedule with groups of N holds (P - stage - 1) 2 + (K - 1) N + 1 of the K M passes.
+    """
+    if stages == 1:
+        return passes
+    if passes == 1:
+        return min(micro_batches, stages - stage)
+    n = group or choose_group(micro_batches, stages) or stages
+    return min(passes * micro_batches, (stages - stage - 1) * 2 + (passes - 1) * n + 1)
+
+
+def layer_activations(cfg: RunConfig, rows: int, te: bool = False) -> float:
+    """Bytes that one layer keeps for its backward pass, for `rows` rows (sequences x tokens x slots) on one rank."""
+    model, e, tp = cfg.model, element_bytes(cfg), cfg.parallel.tensor
+    assert model.hidden_size and model.num_heads and model.ffn_size
+    shards = tp if cfg.parallel.sequence else 1
+    if cfg.parallel.recompute == "layer":
+        return rows * model.hidden_size * e / shards
+    split = _attention_elements(model) + (5 if model.family == "llama" else 2) * model.ffn_size
+    log_sums = 4 * model.num_heads  # FP32, of the fused attention
+    return rows * (_norm_bytes(cfg, te) / shards + (split * e + log_sums) / tp)
+
+
+def _norm_bytes(cfg: RunConfig, te: bool) -> float:
+    """Two norms of one row: each keeps its input and its output.  They are split under sequence parallelism only."""
+    model, e = cfg.model, element_bytes(cfg)
+    h = model.hidden_size or 0
+    if model.family == "llama" and not te:  # the local RMSNorm keeps its FP32 input and the normed value besides
+        return 2.0 * h * (4 + 2 * e)
+    shared_input = 1 if model.parallel_residual else 2
+    return float((shared_input + 2) * h * e)
+
+
+def _attention_elements(model: ModelConfig) -> int:
+    """Elements of one row between the projections: q, k, v, and the input of the output projection."""
+    assert model.hidden_size and model.num_heads and model.num_kv_heads
+    h = model.hidden_size
+    grouped, rotated = model.num_kv_heads != model.num_heads, model.family != "gpt2"
+    if grouped:
+        return 4 * h  # q, repeated k and v, output
+    # v is a view of the fused projection, which stays as a whole; RoPE makes new q and k
+    return 3 * h + (2 * h if rotated else 0) + h
+
+
+def rank_memory(
+    cfg: RunConfig, facts: MethodFacts, passes: Sequence[PassLike], world_size: int, stage: int,
+    method_parameters: int = 0, te: bool = False,
+) -> Memory:  # fmt: skip
+    """Memory of a rank of pipeline stage `stage`; the configuration is resolved, its vocabulary known and legal."""
+    par, model, e = cfg.parallel, cfg.model, element_bytes(cfg)
+    assert model.num_layers and model.hidden_size
+    dp = max(1, world_size // (par.tensor * par.pipeline))
+    m = max(1, cfg.train.global_batch // (cfg.train.micro_batch * dp))
+    held = rank_parameters(cfg, facts, stage, method_parameters)
+    flight = passes_in_flight(stage, par.pipeline, len(passes), m, par.microbatch_group)
+
+    tokens = cfg.train.micro_batch * cfg.data.sequence_length
+    layers = model.num_layers // par.pipeline
+    per_pass = [_pass_activations(cfg, tokens * p.slots, layers, te) for p in passes]
+    activations = sum(per_pass) * flight / len(passes)
+    if par.recompute == "layer":  # the layer whose backward runs has all of its own
+        whole = _without_recompute(cfg)
+        activations += layer_activations(whole, tokens * max(p.slots for p in passes), te)
+
+    vocabulary = 0.0
+    if stage == par.pipeline - 1:
+        columns = budget.padded_vocab(cfg) // par.tensor
+        vocabulary = tokens * columns * (4 + 4 + e)  # logits as computed, FP32 softmax, its gradient
+        if facts.mixes_vocabulary:
+            mixing = sum(not p.last for p in passes) / len(passes)
+            vocabulary += tokens * columns * e * mixing * flight
+    return Memory(
+        weights=held.total * e + _fp8_copies(cfg, held),
+        gradients=held.total * 4,
+        optimizer=_optimizer(cfg, held, dp),
+        activations=int(activations),
+        vocabulary=int(vocabulary),
+    )
+
+
+def _pass_activations(cfg: RunConfig, rows: int, layers: int, te: bool) -> float:
+    """One pass of one micro-batch through a stage: its layers, and the message that came in or the embedding."""
+    shards = cfg.parallel.tensor if cfg.parallel.sequence else 1
+    message = rows * (cfg.model.hidden_size or 0) * element_bytes(cfg) / shards
+    return layers * layer_activations(cfg, rows, te) + message
+
+
+def _without_recompute(cfg: RunConfig) -> RunConfig:
+    import copy
+
+    whole = copy.deepcopy(cfg)
+    whole.parallel.recompute = "none"
+    return whole
+
+
+def _fp8_copies(cfg: RunConfig, held: Parameters) -> int:
+    """FP8 weights, as they are and transposed, which Transformer Engine keeps beside the BF16 ones."""
+    return 2 * (held.attention + held.mlp) if cfg.precision.fp8 != "none" else 0
+
+
+def _optimizer(cfg: RunConfig, held: Parameters, dp: int) -> int:
+    each = 8 + (4 if cfg.precision.dtype == "bf16" else 0)
+    return -(-held.total * each // (dp if cfg.parallel.distributed_optimizer else 1))

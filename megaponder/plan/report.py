@@ -1,0 +1,137 @@
+"""A plan as tables for the terminal."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from datetime import timedelta
+
+from rich.console import Console
+from rich.table import Table
+
+from megaponder.config.schema import RunConfig
+from megaponder.plan.build import Plan
+from megaponder.plan.memory import GIB, Memory
+from megaponder.plan.parameters import Parameters
+
+
+def si(value: float) -> str:
+    """1234567 -> '1.23 M'; FLOPs and parameters."""
+    for limit, unit in (
+        (1e24, "Y"),
+        (1e21, "Z"),
+        (1e18, "E"),
+        (1e15, "P"),
+        (1e12, "T"),
+        (1e9, "G"),
+        (1e6, "M"),
+        (1e3, "k"),
+    ):
+        if abs(value) >= limit:
+            return f"{value / limit:.3g} {unit}" if value / limit < 100 else f"{value / limit:.0f} {unit}"
+    return f"{value:g}"
+
+
+def duration(seconds: float) -> str:
+    """Days and h:mm:ss, or seconds with a decimal below a minute."""
+    if seconds < 60:
+        return f"{seconds:.2g} s"
+    whole = timedelta(seconds=round(seconds))
+    return str(whole)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
+    return table
+
+
+def _words(field: str) -> str:
+    return field.replace("_", " ")
+
+
+def parameter_table(plan: Plan) -> Table:
+    """Parameters by part."""
+    table = _table("Parameters", "part", "number", "share")
+    total = plan.parameters.total
+    for f in fields(Parameters):
+        count = getattr(plan.parameters, f.name)
+        if count:
+            table.add_row(_words(f.name), f"{count:,}", f"{count / total:.1%}")
+    table.add_row("total", f"{total:,}", "")
+    return table
+
+
+def flops_table(plan: Plan) -> Table:
+    """Forward FLOPs per token by pass and part."""
+    columns = ("pass", "slots", "linear", "attention", "head", "extra", "total")
+    table = _table("Forward FLOPs per token (multiply-add = 2, causal half)", *columns)
+    for p in plan.flops.passes:
+        row = [f"{x / 1e9:.3f} G" if x else "-" for x in (p.linear, p.attention, p.head, p.extra, p.total)]
+        table.add_row(str(p.index + 1), str(p.slots), *row)
+    table.add_row("all", "", "", "", "", "", f"{plan.flops.forward / 1e9:.3f} G")
+    return table
+
+
+def memory_table(plan: Plan) -> Table:
+    """Memory per GPU by part, one column a kind of stage."""
+    shown = _stages_shown(plan)
+    names = [f"stage {i + 1}" for i in shown] if len(plan.stages) > 1 else ["GiB"]
+    table = _table("Memory per GPU, GiB (overhead is an assumption)", "part", *names)
+    for f in fields(Memory):
+        values = [getattr(plan.stages[i], f.name) / GIB for i in shown]
+        if any(values):
+            table.add_row(_words(f.name), *(f"{v:.2f}" for v in values))
+    table.add_row("total", *(f"{plan.stages[i].total / GIB:.2f}" for i in shown))
+    return table
+
+
+def _stages_shown(plan: Plan) -> list[int]:
+    """First, second, middle and last: the stages between them differ only in the passes in flight."""
+    n = len(plan.stages)
+    return sorted({0, min(1, n - 1), n // 2, n - 1})
+
+
+def print_plan(cfg: RunConfig, plan: Plan, console: Console) -> None:
+    """Print all tables."""
+    lay, est, t = plan.layout, plan.estimate, cfg.train
+    name = cfg.model.preset or f"{cfg.model.family} {cfg.model.num_layers} x {cfg.model.hidden_size}"
+    options = ", ".join(f"{k}={v}" for k, v in cfg.ponder.options.items())
+    console.print(f"[bold]{name}[/bold], {cfg.ponder.method}" + (f" ({options})" if options else ""), end="\n\n")
+
+    table = _table("Layout", "", "")
+    table.show_header = False
+    table.columns[1].justify = "left"
+    table.add_row("GPUs", f"{lay.world_size} = tensor {lay.tensor} x pipeline {lay.pipeline} x data {lay.data}")
+    table.add_row("sequence parallel", "yes" if lay.sequence_parallel else "no")
+    table.add_row("layers per stage", str(lay.layers_per_stage))
+    passes = len(plan.flops.passes)
+    group = f", in groups of {lay.microbatch_group} per pass" if lay.microbatch_group else ""
+    table.add_row(
+        "a step",
+        f"{t.global_batch} sequences x {cfg.data.sequence_length} tokens = {t.global_batch * cfg.data.sequence_length:,} tokens",
+    )
+    table.add_row("on a rank", f"{lay.micro_batches} micro-batches of {t.micro_batch}, {passes} passes each{group}")
+    table.add_row("vocabulary", f"{cfg.model.vocab_size:,} in a table of {plan.table_rows:,} rows")
+    table.add_row("pipeline idles", f"{est.bubble:.1%} of the time" if lay.pipeline > 1 else "never")
+    console.print(table, end="\n\n")
+    console.print(parameter_table(plan), end="\n\n")
+    console.print(flops_table(plan))
+    again = f", executed {si(plan.executed)} with recompute" if plan.executed > plan.needed else ""
+    console.print(f"training: needed {plan.needed / 1e9:.3f} G a token (3 x forward){again}", end="\n\n")
+    console.print(memory_table(plan))
+    worst = max(m.total for m in plan.stages) / GIB
+    if plan.gpu_memory_gib is not None:
+        fits = worst <= plan.gpu_memory_gib
+        verdict = "fits" if fits else "[bold red]does not fit[/bold red]: try recompute, more tensor or pipeline ranks"
+        console.print(f"the fullest GPU needs {worst:.1f} of {plan.gpu_memory_gib:.1f} GiB: {verdict}", end="\n\n")
+    table = _table(f"Time at {plan.mfu:.0%} MFU of {plan.peak_tflops:g} TFLOP/s (BF16 peak)", "", "")
+    table.show_header = False
+    table.columns[1].justify = "left"
+    table.add_row("steps", f"{est.steps:,}")
+    table.add_row("tokens", f"{est.tokens:,} ({si(est.tokens)})")
+    table.add_row("FLOPs", f"{est.flops:.3e} needed")
+    table.add_row("speed", f"{est.tokens_per_second:,.0f} tokens/s per GPU, {duration(est.step_seconds)} a step")
+    gpu_hours = est.seconds * lay.world_size / 3600
+    table.add_row("time", f"{duration(est.seconds)} ({gpu_hours:,.0f} GPU hours), without evaluation and saving")
+    console.print(table)
