@@ -1,6 +1,7 @@
 """The launcher itself: results in rank order, failures with the output, time limits that kill."""
 
 import os
+import signal
 import time
 
 import pytest
@@ -39,4 +40,10 @@ def test_the_time_limit_kills_and_shows_the_output():
     workers = Workers(f"{HERE}:sleep", 2)
     with pytest.raises(AssertionError, match="asleep"):
         workers.wait(timeout=3)
-    assert all(p.poll() == -9 for p in workers.processes)
+    assert workers.poll() == [-9, -9]
+
+
+def test_signals_reach_the_workers():
+    workers = Workers(f"{HERE}:sleep", 2)
+    workers.signal(signal.SIGTERM)
+    assert workers.join(timeout=10) == [-signal.SIGTERM] * 2

@@ -24,6 +24,10 @@ class TrainState:
     tokens: int = 0
     """Tokens in these sequences."""
 
+    def after(self, batch: int, sequence_length: int) -> TrainState:
+        """The position one step later."""
+        return TrainState(self.step + 1, self.sequences + batch, self.tokens + batch * sequence_length)
+
 
 @dataclass
 class Contents:

@@ -1,0 +1,51 @@
+"""The model's part of a checkpoint: every parameter under its own name, whole and independent of the layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+
+def metadata() -> dict[str, Any]:
+    """What megatron-core's sharded state dicts must be told.
+
+    fully_reshardable is the one optimizer format that survives a change of layout (the default is broken in 0.16.1);
+    non_homogeneous_layers gives each layer its own entries instead of one stacked tensor.
+    """
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "non_homogeneous_layers": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+
+
+def layout() -> dict[str, int]:
+    """Sizes of the present layout."""
+    return {
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "data": parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+    }
+
+
+def sharded_state(stage: MegatronModule, stored: set[str] | None = None) -> dict[str, Any]:
+    """Sharded parameters by name; Transformer Engine's scaling state only where there is any.
+
+    `stored`: names of a checkpoint that is to be loaded; scaling state that it lacks is left to be rebuilt, so that
+    BF16 checkpoints load into FP8 runs and the other way round.
+    """
+
+    def wanted(value: Any) -> bool:
+        if not isinstance(value, ShardedObject):
+            return True
+        if stored is not None:
+            return value.unique_key in stored
+        data = value.data
+        return data.numel() > 0 if isinstance(data, Tensor) else data is not None
+
+    state = stage.sharded_state_dict(metadata=metadata())
+    return {name: value for name, value in state.items() if wanted(value)}

@@ -1,0 +1,111 @@
+"""Bringing a checkpoint into a running model: all of it (resume) or only the weights (a new start)."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.transformer.module import MegatronModule
+
+from megaponder.checkpoint import manifest, moments, rng, stored
+from megaponder.checkpoint.model_state import layout, metadata, sharded_state
+from megaponder.checkpoint.state import TrainState, load_state
+from megaponder.errors import UserError
+
+log = logging.getLogger(__name__)
+METHOD = "method"
+"""First part of the names of a method's own parameters, which a weights-only start may lack."""
+
+
+def agreed_damage(path: Path) -> str | None:
+    """`manifest.damage`, the reading divided among all ranks, the answer the same on all of them."""
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, manifest.damage(path, dist.get_rank(), dist.get_world_size()))
+    return next((r for r in reasons if r is not None), None)
+
+
+def resume(path: Path, stage: MegatronModule, optimizer: MegatronOptimizer) -> TrainState:
+    """Load parameters, optimizer state and, on the layout that saved them, random states.  All ranks call this."""
+    state, contents = load_state(path)
+    names = _stored_names(path)
+    model = sharded_state(stage, names)
+    _refuse_absent(path, model, names, may_lack="")
+    if contents.masters and not moments.has_masters(stage.parameters()):
+        # the run that saved was BF16 and this one is FP32: its masters are the better weights
+        _rename(model, lambda key: f"{moments.PREFIX}param.{key}", names)
+    _load_model(path, stage, model)
+    model = sharded_state(stage, names)
+    wanted = moments.sharded_state(optimizer, model, metadata(), loading=True, masters=contents.masters)
+    _refuse_absent(path, wanted, names, may_lack="")
+    moments.load(optimizer, _load(path, wanted), state.step)
+    if contents.layout == layout():
+        rng.load(_load(path, rng.sharded_state()))
+    else:
+        log.info("random states were not loaded: they belong to another layout %s", contents.layout)
+    return state
+
+
+def load(path: Path, stage: MegatronModule, optimizer: MegatronOptimizer | None = None) -> list[str]:
+    """Load the weights only; returns the method's parameters that the checkpoint lacks: they keep their initial values.
+
+    Call it before the first step; `optimizer` then takes its master weights from the loaded parameters.
+    """
+    names = _stored_names(path)
+    model = sharded_state(stage, names)
+    lacking = _refuse_absent(path, model, names, may_lack=METHOD)
+    _load_model(path, stage, {k: v for k, v in model.items() if getattr(v, "key", k) not in lacking})
+    if optimizer is not None:
+        optimizer.reload_model_params()
+    return lacking
+
+
+def _load(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    return dist_checkpointing.load(wanted, str(path))
+
+
+def _load_model(path: Path, stage: MegatronModule, model: dict[str, Any]) -> None:
+    loaded = _load(path, {"model": model})["model"]
+    with torch.no_grad():
+        own = stage.state_dict(keep_vars=True)
+        for name, value in loaded.items():
+            if isinstance(value, torch.Tensor):
+                own[name].copy_(value)
+
+
+def _stored_names(path: Path) -> set[str]:
+    """Names of all that the checkpoint holds, read by one rank."""
+    box: list[Any] = [stored.names(path) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _keys(state: dict[str, Any]) -> list[str]:
+    return [s.key for s in nested_values(state) if isinstance(s, ShardedTensor | ShardedTensorFactory)]
+
+
+def _refuse_absent(path: Path, wanted: dict[str, Any], names: set[str], may_lack: str) -> list[str]:
+    """UserError on all ranks if the checkpoint lacks a tensor that any rank wants; returns what may be lacking."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, [k for k in _keys(wanted) if k not in names])
+    absent = sorted({k for keys in every for k in keys})
+    if hard := [k for k in absent if not (may_lack and k.startswith(may_lack))]:
+        more = f" and {len(hard) - 1} more" if len(hard) > 1 else ""
+        raise UserError(f"Checkpoint {path} has no tensor {hard[0]}{more}: it was saved from another kind of model.")
+    return absent
+
+
+def _rename(state: dict[str, Any], rule: Any, names: set[str]) -> None:
+    def renamed(s: Any) -> Any:
+        if isinstance(s, ShardedTensor | ShardedTensorFactory) and rule(s.key) in names:
+            return replace(s, key=rule(s.key))
+        return s
+
+    dict_list_map_inplace(renamed, state)

@@ -1,0 +1,62 @@
+"""metrics.jsonl: one JSON object a row, appended, never two rows for one step.
+
+A run that resumes from step 1000 after it had reached 1040 computes 1001 to 1040 again.  The old rows beyond 1000 are
+moved to metrics.superseded.jsonl, so that the series in metrics.jsonl is the one of the weights that live on, and
+overlays that of a run that was never stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from megaponder.monitor.row import Row
+
+NAME = "metrics.jsonl"
+SUPERSEDED = "metrics.superseded.jsonl"
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Rows of a metrics file; a last line that a kill has cut off is left out."""
+    rows = []
+    for text in path.read_text().splitlines() if path.exists() else []:
+        try:
+            rows.append(json.loads(text))
+        except ValueError:
+            continue
+    return rows
+
+
+def rewind(run: Path, step: int) -> int:
+    """Move rows beyond `step` out of the series; returns how many."""
+    path = run / NAME
+    rows = read(path)
+    beyond = [r for r in rows if r["step"] > step]
+    if beyond:
+        with (run / SUPERSEDED).open("a") as file:
+            file.writelines(json.dumps(r) + "\n" for r in beyond)
+    if path.exists():  # also to drop a line that a kill has cut off
+        temporary = path.with_name(path.name + ".tmp")
+        with temporary.open("w") as file:
+            file.writelines(json.dumps(r) + "\n" for r in rows if r["step"] <= step)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    return len(beyond)
+
+
+class JsonLines:
+    """Appends rows; each is on its way to the disk when `write` returns."""
+
+    def __init__(self, run: Path):
+        self._file = (run / NAME).open("a", buffering=1)
+
+    def write(self, row: Row) -> None:
+        """Append a row."""
+        self._file.write(json.dumps(row.flat()) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

@@ -1,0 +1,67 @@
+"""Rates between two rows: tokens, FLOPs and their share of the peak.
+
+Conventions, printed at the start of a run: a multiply-add is 2 FLOPs, attention counts its causal half, backward is
+twice forward.  MFU counts the needed FLOPs, HFU those executed (with recompute); both per device, over the BF16 peak.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+TERA = 1e12
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a token costs and what a device can do."""
+
+    needed: float
+    """Training FLOPs per token that the method needs."""
+    executed: float
+    """With what is run again (recompute)."""
+    devices: int
+    peak_tflops: float | None
+    """Of one device; None when it is not known, and then no utilisation is shown."""
+
+    def sentence(self) -> str:
+        """The numbers and their convention, for the start of a run."""
+        peak = f"{self.peak_tflops:g} TFLOP/s a device" if self.peak_tflops else "unknown, so MFU and HFU are not shown"
+        return (
+            f"FLOPs per token: {self.needed:.4g} needed (MFU), {self.executed:.4g} executed (HFU); multiply-add = 2, "
+            f"causal half of attention, backward = 2 x forward. Peak: {peak}."
+        )
+
+
+class Throughput:
+    """Measures the time since the last row; evaluation and saving are taken out with `pause`."""
+
+    def __init__(self, costs: Costs, clock: Callable[[], float] = time.perf_counter):
+        self.costs, self._clock = costs, clock
+        self.restart(0, 0)
+
+    def restart(self, step: int, tokens: int) -> None:
+        """Begin a new interval at this position."""
+        self._step, self._tokens, self._begin, self._out = step, tokens, self._clock(), 0.0
+
+    def pause(self, seconds: float) -> None:
+        """Leave this much of the interval out."""
+        self._out += seconds
+
+    def rates(self, step: int, tokens: int) -> dict[str, float]:
+        """Values of a row at this position; begins the next interval."""
+        seconds = max(1e-9, self._clock() - self._begin - self._out)
+        steps, done, c = step - self._step, tokens - self._tokens, self.costs
+        self.restart(step, tokens)
+        per_device = done / seconds / c.devices
+        values = {
+            "step_seconds": seconds / max(1, steps),
+            "tokens_per_second": done / seconds,
+            "tokens_per_second_per_device": per_device,
+            "tflops_per_device": per_device * c.needed / TERA,
+        }
+        if c.peak_tflops:
+            values["mfu"] = values["tflops_per_device"] / c.peak_tflops
+            values["hfu"] = per_device * c.executed / TERA / c.peak_tflops
+        return values

@@ -1,0 +1,84 @@
+"""TensorBoard and Weights & Biases: the same names in both, the step as the axis, resume-safe."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Any, Protocol
+
+from megaponder.config.load import to_mapping
+from megaponder.config.schema import RunConfig
+from megaponder.errors import ConfigError
+from megaponder.monitor.row import Row
+
+
+class Tracker(Protocol):
+    """Something that takes rows."""
+
+    def write(self, row: Row) -> None: ...
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Events in <run>/tensorboard; after a resume, events beyond `step` are hidden."""
+
+    def __init__(self, run: Path, step: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1 if step else None)
+
+    def write(self, row: Row) -> None:
+        """Add a scalar for every metric, over steps; the token count is one of them."""
+        for tag, value in row.tagged().items():
+            self._writer.add_scalar(tag, value, row.step)
+        self._writer.add_scalar("train/tokens", row.tokens, row.step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()
+
+
+class WandB:
+    """A Weights & Biases run whose id lives in the run folder, so that every restart continues it.
+
+    Rows carry their own axes (train/step, train/tokens): a resumed run may repeat steps without being refused.
+    """
+
+    def __init__(self, run: Path, cfg: RunConfig):
+        try:
+            import wandb
+        except ImportError:
+            raise ConfigError(
+                "logging.wandb",
+                cfg.logging.wandb,
+                "the wandb package is not installed",
+                "pip install wandb, or use off",
+            ) from None
+        self._run: Any = wandb.init(
+            project=cfg.logging.wandb_project,
+            name=run.name,
+            id=run_id(run),
+            resume="allow",
+            mode="offline" if cfg.logging.wandb == "offline" else "online",
+            dir=str(run),
+            config=to_mapping(cfg),
+        )
+        self._run.define_metric("train/step")
+        self._run.define_metric("*", step_metric="train/step")
+
+    def write(self, row: Row) -> None:
+        """Log a row."""
+        self._run.log(row.tagged() | {"train/step": row.step, "train/tokens": row.tokens})
+
+    def close(self) -> None:
+        """Finish this part of the run."""
+        self._run.finish()
+
+
+def run_id(run: Path) -> str:
+    """The id of the run folder, made once."""
+    path = run / "run_id"
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex[:12] + "\n")
+    return path.read_text().strip()

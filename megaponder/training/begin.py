@@ -1,0 +1,54 @@
+"""Where a run starts: at its newest whole checkpoint, at given weights, or at the beginning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.transformer.module import MegatronModule
+
+from megaponder.checkpoint import folder, restore
+from megaponder.checkpoint.choose import Choice, choose, locate
+from megaponder.checkpoint.state import TrainState
+from megaponder.config.schema import RunConfig
+from megaponder.errors import ConfigError, UserError
+from megaponder.training.ranks import on_first_rank
+from megaponder.training.setup import refuse_other_model
+
+
+def begin(
+    cfg: RunConfig, stage: MegatronModule, optimizer: MegatronOptimizer, say: Callable[[str], None]
+) -> TrainState:
+    """Load what checkpoint.resume and checkpoint.load ask for and say which it was.  All ranks call this."""
+    root = Path(cfg.run) / "checkpoints"
+    found = on_first_rank(lambda: _sweep_and_list(root))
+    if found and cfg.checkpoint.resume == "never":
+        fix = "use auto, or another run folder"
+        raise ConfigError("checkpoint.resume", "never", f"{root} holds the checkpoints of an earlier run", fix)
+    choice = choose(root, restore.agreed_damage) if found else Choice(None)
+    for sentence in choice.sentences():
+        say(sentence)
+    if choice.path is not None:
+        path = choice.path
+        for warning in on_first_rank(lambda: refuse_other_model(cfg, path)):
+            say(warning)
+        return restore.resume(path, stage, optimizer)
+    if choice.skipped:
+        raise UserError(
+            f"No checkpoint in {root} is whole: {' '.join(choice.sentences())} Restore one from a copy, or move them "
+            "away to start anew."
+        )
+    if cfg.checkpoint.resume == "must":
+        raise ConfigError("checkpoint.resume", "must", f"{root} holds no checkpoint to continue from", "use auto")
+    if cfg.checkpoint.load is not None:
+        source = cfg.checkpoint.load
+        path = Path(on_first_rank(lambda: str(locate(source))))
+        fresh = restore.load(path, stage, optimizer)
+        say(f"Starting from the weights of {path}" + (f"; new parameters: {', '.join(fresh)}." if fresh else "."))
+    return TrainState()
+
+
+def _sweep_and_list(root: Path) -> list[str]:
+    folder.sweep(root)
+    return [str(p) for p in folder.published(root).values()]

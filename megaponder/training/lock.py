@@ -1,0 +1,128 @@
+"""One job per run folder: a lock file that names its owner, and the rules for taking over from a dead one."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+from filelock import FileLock
+
+from megaponder.errors import UserError
+from megaponder.training.ranks import on_first_rank
+
+BEAT = 10.0
+"""Seconds between signs of life of an owner."""
+PATIENCE = 35.0
+"""Seconds without a sign after which an owner on another host counts as dead."""
+
+
+@contextmanager
+def own_run(run: Path) -> Iterator[None]:
+    """Hold a run folder for all ranks; UserError on all of them if another live job has it."""
+    lock = RunLock(run)
+    on_first_rank(lock.acquire)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+class RunLock:
+    """Holds `<run>/lock.json` between `acquire` and `release`.
+
+    An owner on this host is alive if its process is.  An owner elsewhere is watched: it touches the file every `BEAT`
+    seconds.  A requeued Slurm job takes its own earlier lock at once, because a job id never runs twice at a time.
+    """
+
+    def __init__(self, run: Path, beat: float = BEAT, patience: float = PATIENCE):
+        self.path, self.beat, self.patience = run / "lock.json", beat, patience
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def acquire(self) -> None:
+        """Take the lock; UserError if a live job has it."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(str(self.path) + ".guard"):  # two jobs must not both judge the same dead owner
+            while not self._create():
+                owner = self._owner()
+                if owner is not None and self._alive(owner):
+                    raise UserError(
+                        f"run = {str(self.path.parent)!r}: another job uses this folder (process {owner['pid']} on "
+                        f"{owner['host']} since {owner['since']}); stop it or give this run another folder."
+                    )
+                self.path.unlink(missing_ok=True)
+        self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)
+        self._thread.start()
+
+    def release(self) -> None:
+        """Give the lock back, if it was taken and is still ours."""
+        if self._thread is None:
+            return
+        self._stop.set()
+        self._thread.join()
+        owner = self._owner()
+        if owner is not None and owner["pid"] == os.getpid() and owner["host"] == socket.gethostname():
+            self.path.unlink(missing_ok=True)
+
+    def _create(self) -> bool:
+        me = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "started": psutil.Process().create_time(),
+            "job": os.environ.get("SLURM_JOB_ID"),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        }
+        try:
+            handle = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+        except FileExistsError:
+            return False
+        with os.fdopen(handle, "w") as file:
+            json.dump(me, file)
+        return True
+
+    def _owner(self) -> dict[str, Any] | None:
+        """Who holds the lock; None if the file is gone or was never finished."""
+        try:
+            owner = json.loads(self.path.read_text())
+            return owner if {"pid", "host", "since", "started"} <= owner.keys() else None
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def _alive(self, owner: dict[str, Any]) -> bool:
+        job = os.environ.get("SLURM_JOB_ID")
+        if owner["host"] == socket.gethostname():
+            try:  # a process id alone may have come back as another program
+                return abs(psutil.Process(owner["pid"]).create_time() - owner["started"]) < 2
+            except psutil.NoSuchProcess:
+                return False
+        if job is not None and owner.get("job") == job:
+            return False
+        return self._moves()
+
+    def _moves(self) -> bool:
+        """Whether the file's time changes within our patience (its own clock: hosts may disagree about now)."""
+        try:
+            before = self.path.stat().st_mtime_ns
+            deadline = time.monotonic() + self.patience
+            while time.monotonic() < deadline:
+                time.sleep(min(1.0, self.patience / 10))
+                if self.path.stat().st_mtime_ns != before:
+                    return True
+        except FileNotFoundError:
+            pass
+        return False
+
+    def _beat(self) -> None:
+        while not self._stop.wait(self.beat):
+            try:
+                os.utime(self.path)
+            except OSError:  # the folder is gone or the disk is away: the training loop will say so
+                return
