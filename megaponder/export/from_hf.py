@@ -28,6 +28,13 @@ class Imported:
     max_difference: float
     """Largest difference of logits to the Hugging Face model's, over the largest logit."""
 
+    def __str__(self) -> str:
+        model = self.config.model
+        return (
+            f"{self.checkpoint}: {model.family} model of {self.parameters:,} parameters, method {self.config.ponder.method}.\n"
+            f"Logits equal the Hugging Face model's: largest difference {self.max_difference:.1e} of the largest logit."
+        )
+
 
 def import_hf(
     source: str | Path,

@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 
-from megaponder.checkpoint import folder
+from megaponder.checkpoint import folder, results
 from megaponder.checkpoint.model_state import layout, sharded_state
 from megaponder.checkpoint.state import CONFIG, Contents, TrainState, save_state
 from megaponder.config.load import dump
@@ -28,6 +28,7 @@ def save_weights(root: Path, cfg: RunConfig, stage: PonderStage, force: bool = F
         path = folder.begin(root, 0)
         dump(cfg, path / CONFIG)
         save_state(path, TrainState(), Contents(masters=False, layout=layout(), optimizer=False))
+        results.use(path / ".results-0")
         dist_checkpointing.save({"model": sharded_state(stage)}, str(path), get_default_save_sharded_strategy("torch_dist", 1))
         return folder.publish(root, 0)
     except OSError as error:

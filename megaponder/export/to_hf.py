@@ -34,6 +34,17 @@ class Exported:
     max_difference: float
     """Largest difference of logits to the checkpoint's own forward, over the largest logit."""
 
+    def __str__(self) -> str:
+        if self.native:
+            kind = "in transformers' own format"
+        else:
+            kind = f"with its modelling file (trust_remote_code=True) because of {self.why_not_native}"
+        return (
+            f"{self.folder}: {self.parameters:,} parameters {kind}.\n"
+            f"Logits with and without cache equal the checkpoint's: largest difference {self.max_difference:.1e} of the "
+            "largest logit."
+        )
+
 
 def pause_token(cfg: RunConfig) -> int | None:
     """The pause token's id if the method has one."""

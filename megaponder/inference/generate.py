@@ -1,0 +1,157 @@
+"""Text from a checkpoint or an export folder: the same cached decoding as the exported model's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaponder.data.tokenizer import Tokenizer, load_tokenizer
+from megaponder.errors import ConfigError, UserError
+from megaponder.export.extra import need_transformers
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One prompt and what followed it."""
+
+    prompt: str
+    text: str
+    """The new text alone."""
+    tokens: int
+    """New tokens, the end-of-document token included."""
+    ended: bool
+    """The model emitted the end-of-document token."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model ready to generate."""
+
+    model: Any
+    tokenizer: Tokenizer
+    eos_id: int | None
+    max_positions: int
+
+
+def generate(
+    source: str | Path,
+    prompts: list[str],
+    *,
+    max_new_tokens: int = 64,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    tokenizer: str | None = None,
+    device: str | None = None,
+    use_cache: bool = True,
+) -> list[Generation]:
+    """Continue `prompts` with a checkpoint, a run's newest checkpoint, or an export folder.
+
+    temperature 0 is greedy; top_k 0 and top_p 1 keep the whole distribution.  All prompts run as one left-padded batch.
+    An empty prompt starts as a document does in training: after an end-of-document token.
+    `tokenizer` defaults to the one that the source names; `device` to cuda where there is one.  Without `use_cache`
+    every token recomputes the whole text: slow, the same text, for checking.
+    Raises UserError for values out of range, a source without tokenizer, or text that exceeds the longest sequence.
+    """
+    need_transformers("megaponder generate")
+    _check(prompts, max_new_tokens, temperature, top_k, top_p)
+    loaded = load(source, tokenizer, device)
+    ids, mask = _batch(loaded, prompts, max_new_tokens)
+    if seed is not None:
+        torch.manual_seed(seed)
+    sampling: dict[str, Any] = dict(do_sample=False)
+    if temperature > 0:
+        sampling = dict(do_sample=True, temperature=float(temperature), top_k=top_k, top_p=float(top_p))
+    pad = 0 if loaded.eos_id is None else loaded.eos_id
+    out = loaded.model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=loaded.eos_id,
+        pad_token_id=pad,
+        use_cache=use_cache,
+        **sampling,
+    )
+    return [_finish(loaded, p, row) for p, row in zip(prompts, out[:, ids.shape[1] :].tolist(), strict=True)]
+
+
+def load(source: str | Path, tokenizer: str | None = None, device: str | None = None) -> Source:
+    """Model and tokenizer of an export folder (it has a config.json), of a checkpoint or of a run folder."""
+    path = Path(source)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if (path / "config.json").is_file():
+        return _from_export(path, tokenizer, device)
+    return _from_checkpoint(path, tokenizer, device)
+
+
+def _from_export(path: Path, tokenizer: str | None, device: str) -> Source:
+    from megaponder.export.folder import read_json
+    from megaponder.export.load import load_folder
+
+    config = read_json(path / "config.json")
+    if tokenizer is None and not (path / "tokenizer.json").is_file():
+        raise UserError(f"{path} has no tokenizer.json; name a tokenizer.")
+    dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
+    model = load_folder(path, dtype=dtype if device != "cpu" else torch.float32).to(device)
+    return Source(model, load_tokenizer(tokenizer or str(path)), config.get("eos_token_id"), model.config.max_position_embeddings)
+
+
+def _from_checkpoint(path: Path, tokenizer: str | None, device: str) -> Source:
+    from megaponder.checkpoint.weights import load_weights
+    from megaponder.export import names
+    from megaponder.export.load import build_model
+    from megaponder.export.to_hf import pause_token
+    from megaponder.export.tokenizer import NONE, find
+
+    cfg, state = load_weights(path)
+    words = find(cfg, tokenizer)
+    if words is None or tokenizer == NONE:
+        raise UserError(f"{path} names no tokenizer (data.tokenizer); name one.")
+    plain = names.to_plain(names.local_names(state), cfg.model, pause_token(cfg))
+    model = build_model(cfg, {name: t.float() if device == "cpu" else t for name, t in plain.items()}).to(device)
+    eos = words.eod_id if cfg.data.eod_id is None else cfg.data.eod_id
+    assert cfg.model.max_positions is not None
+    return Source(model, words, eos, cfg.model.max_positions)
+
+
+def _check(prompts: list[str], max_new_tokens: int, temperature: float, top_k: int, top_p: float) -> None:
+    if not prompts:
+        raise UserError("there is no prompt; give at least one, which may be empty.")
+    if max_new_tokens < 1:
+        raise ConfigError("max_new_tokens", max_new_tokens, "it must be at least 1", "use 1 or more")
+    if not temperature >= 0:
+        raise ConfigError("temperature", temperature, "it must not be negative", "use 0 for greedy text")
+    if top_k < 0:
+        raise ConfigError("top_k", top_k, "it must not be negative", "use 0 to keep every token")
+    if not 0 < top_p <= 1:
+        raise ConfigError("top_p", top_p, "it must lie above 0 and not above 1", "use 1 to keep every token")
+
+
+def _batch(source: Source, prompts: list[str], max_new_tokens: int) -> tuple[Tensor, Tensor]:
+    """Left-padded ids and mask [b, n] on the model's device."""
+    rows = source.tokenizer.encode_batch(prompts)
+    start = [] if source.eos_id is None else [source.eos_id]
+    rows = [row or start for row in rows]
+    if not all(rows):
+        raise UserError("an empty prompt needs an end-of-document token to start from, and the tokenizer has none.")
+    longest = max(map(len, rows))
+    if longest + max_new_tokens > source.max_positions:
+        raise UserError(
+            f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the model's longest sequence of "
+            f"{source.max_positions}; ask for at most {max(0, source.max_positions - longest)}."
+        )
+    pad = 0 if source.eos_id is None else source.eos_id
+    ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=source.model.device)
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=source.model.device)
+    return ids, mask
+
+
+def _finish(source: Source, prompt: str, row: list[int]) -> Generation:
+    ended = source.eos_id is not None and source.eos_id in row
+    tokens = row.index(source.eos_id) + 1 if ended else len(row)  # type: ignore[arg-type]
+    return Generation(prompt, source.tokenizer.decode(row[: tokens - ended]), tokens, ended)

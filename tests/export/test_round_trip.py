@@ -1,0 +1,59 @@
+"""Hugging Face -> checkpoint -> Hugging Face, through the real engine: logits, weights and configuration stay the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megaponder.checkpoint.weights import load_weights
+from megaponder.export.from_hf import import_hf
+from megaponder.export.to_hf import export
+from tests.export import hf_models
+from tests.tolerance import RTOL
+
+
+def same_logits(a: torch.nn.Module, b: torch.nn.Module, vocab: int) -> None:
+    ids = torch.randint(vocab, (2, 17), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        want, got = a(ids).logits, b(ids).logits
+    torch.testing.assert_close(got, want, rtol=RTOL, atol=RTOL * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("case", hf_models.CASES)
+def test_round_trip(case: str, tmp_path: Path) -> None:
+    theirs = hf_models.write(case, tmp_path / "hf")
+    done = import_hf(tmp_path / "hf", tmp_path / "run")
+    assert done.max_difference < RTOL
+    assert done.checkpoint == tmp_path / "run" / "checkpoints" / "step_00000000"
+    cfg, state = load_weights(tmp_path / "run")
+    assert state["embedding.word_embeddings.weight"].shape[0] == 128  # padded
+    assert ("output_layer.weight" in state) is not bool(cfg.model.tie_embeddings)
+
+    back = export(tmp_path / "run", tmp_path / "back")
+    assert back.native and back.max_difference < RTOL
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    assert type(ours) is type(theirs)
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], tensor), name
+    same_logits(theirs, ours, theirs.config.vocab_size)
+    before, after = theirs.config.to_dict(), ours.config.to_dict()
+    for name in before.keys() - {"_name_or_path", "architectures", "initializer_range", "bos_token_id"}:
+        if "pdrop" not in name and "dropout" not in name and name != "n_inner":
+            assert after[name] == before[name], name
+    assert not (tmp_path / "back" / "modeling_megaponder.py").exists()
+
+
+def test_sharded_folder_comes_in_and_goes_out(tmp_path: Path) -> None:
+    theirs = hf_models.write("llama_gqa", tmp_path / "hf", max_shard_size="20KB")
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
+    import_hf(tmp_path / "hf", tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "back", shard_bytes=20_000)
+    files = sorted(p.name for p in (tmp_path / "back").glob("*.safetensors"))
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    assert len(files) > 2 and sorted(set(index["weight_map"].values())) == files
+    same_logits(theirs, AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval(), 77)
