@@ -36,8 +36,11 @@ class Parser(argparse.ArgumentParser):
     def refuse_unknown(self, words: list[str]) -> NoReturn:
         """Name the first word that no option takes, and the nearest option."""
         word = next((w for w in words if w.startswith("-")), words[0]).partition("=")[0]
-        fields = [f"--{name}" for name in all_fields()] if "--section" in (self.usage or "") else []
-        close = nearest(word, [*self._option_string_actions, *fields])
+        fields = all_fields() if "--section" in (self.usage or "") else ()
+        field = nearest(word.lstrip("-"), fields)
+        # an option that looks much like it, else a field, else an option that looks a little like it
+        close = nearest(word, self._option_string_actions, 0.75) or (f"--{field}" if field else None)
+        close = close or nearest(word, self._option_string_actions)
         fix = f"did you mean {close}" if close else f"see {self.prog} --help"
         raise UserError(f"{self.prog}: it takes no {word}; {fix}")
 

@@ -19,8 +19,8 @@ examples
   megaponder plan --methods
 
 No GPU and no process group is needed: any layout can be planned anywhere, and every rule is checked.  Overrides of the
-configuration work as in `megaponder train`.  MFU counts needed FLOPs (each pass once, causal half, no recompute) against
-the dense BF16 peak.
+configuration work as in `megaponder train`.  MFU counts needed FLOPs (each pass once, causal half, no recompute)
+against the dense BF16 peak.
 """
 
 
@@ -34,9 +34,7 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file; see configs/")
     parser.add_argument("--world-size", type=int, metavar="N", help="GPUs; default: one replica (tensor x pipeline)")
-    parser.add_argument(
-        "--mfu", type=float, default=0.4, metavar="X", help="model FLOPs utilisation, 0 to 1 (default 0.4)"
-    )
+    parser.add_argument("--mfu", type=float, default=0.4, metavar="X", help="model FLOPs utilisation (default 0.4)")
     parser.add_argument("--gpu", choices=tuple(GPUS), default=DEFAULT_GPU, help=f"device (default {DEFAULT_GPU})")
     parser.add_argument("--json", action="store_true", help="print plain data instead of tables")
     parser.add_argument("--presets", action="store_true", help="list the named backbones and stop")

@@ -24,6 +24,7 @@ class MethodLike(Protocol):
     """The part of `megaponder.ponder.base.Method` that is plain Python."""
 
     name: Any
+    options: Any
     rider_channels: int
     mixes_vocabulary: bool
     keeps_kv: bool
@@ -43,6 +44,8 @@ class MethodFacts:
     keeps_kv: bool = False
     varying_passes: bool = False
     """The number of passes differs between steps."""
+    pause_token_id: int | None = None
+    """A row of the embedding table that the method needs beside the text's tokens."""
 
 
 PLANS_SEEN = 64
@@ -60,4 +63,5 @@ def facts_of(method: MethodLike, seed: int = 0) -> MethodFacts:
         mixes_vocabulary=method.mixes_vocabulary,
         keeps_kv=method.keeps_kv,
         varying_passes=len(counts) > 1,
+        pause_token_id=getattr(method.options, "pause_token_id", None),
     )

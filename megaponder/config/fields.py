@@ -81,26 +81,30 @@ ALIASES = {
 """Names that other systems use for our fields."""
 
 
-def nearest(wrong: str, legal: typing.Iterable[str]) -> str | None:
+def nearest(wrong: str, legal: typing.Iterable[str], cutoff: float = 0.6) -> str | None:
     """The legal name that looks most like a wrong one.
 
     Dotted names: the same last part or its alias first, then a like one in the same section, then anywhere.
+    `cutoff`: least likeness, from 0 to 1.
     """
     legal = list(legal)
     section, dot, tail = wrong.rpartition(".")
     if ALIASES.get(tail) in legal:
         return ALIASES[tail]
     tails = {name.rpartition(".")[2]: name for name in reversed(legal)}
+    if tail in tails:
+        return tails[tail]
     if dot:
         here = {t: f"{section}.{t}" for t in tails if f"{section}.{t}" in legal}
         for candidates in (here, tails):
-            close = difflib.get_close_matches(tail, list(candidates), n=1, cutoff=0.6)
+            close = difflib.get_close_matches(tail, list(candidates), n=1, cutoff=cutoff)
             if close:
                 return candidates[close[0]]
-    close = difflib.get_close_matches(wrong, legal, n=1, cutoff=0.6)
+        return None  # whole dotted names look alike by their sections alone
+    close = difflib.get_close_matches(wrong, legal, n=1, cutoff=cutoff)
     if close:
         return close[0]
-    close = difflib.get_close_matches(tail, list(tails), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(tail, list(tails), n=1, cutoff=cutoff)
     return tails[close[0]] if close else None
 
 

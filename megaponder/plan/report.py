@@ -105,11 +105,11 @@ def print_plan(cfg: RunConfig, plan: Plan, console: Console) -> None:
     table.add_row("GPUs", f"{lay.world_size} = tensor {lay.tensor} x pipeline {lay.pipeline} x data {lay.data}")
     table.add_row("sequence parallel", "yes" if lay.sequence_parallel else "no")
     table.add_row("layers per stage", str(lay.layers_per_stage))
-    passes = len(plan.flops.passes)
+    passes, length = len(plan.flops.passes), cfg.data.sequence_length
     group = f", in groups of {lay.microbatch_group} per pass" if lay.microbatch_group else ""
     table.add_row(
         "a step",
-        f"{t.global_batch} sequences x {cfg.data.sequence_length} tokens = {t.global_batch * cfg.data.sequence_length:,} tokens",
+        f"{t.global_batch} sequences x {length} tokens = {t.global_batch * length:,} tokens",
     )
     table.add_row("on a rank", f"{lay.micro_batches} micro-batches of {t.micro_batch}, {passes} passes each{group}")
     table.add_row("vocabulary", f"{cfg.model.vocab_size:,} in a table of {plan.table_rows:,} rows")

@@ -29,6 +29,15 @@ def eod_is_a_token(c: Case) -> None:
         )
 
 
+def pause_token_is_a_row(c: Case) -> None:
+    """The pause token has a row of its own in the embedding table."""
+    token, vocab = c.facts.pause_token_id, c.cfg.model.vocab_size
+    if token is not None and vocab is not None:
+        rule = f"it must be a row of the vocabulary of model.vocab_size = {vocab}"
+        fix = f"the nearest is {vocab - 1}, or raise model.vocab_size by one and use {vocab}"
+        require(token < vocab, "ponder.options.pause_token_id", token, rule, fix)
+
+
 def split_is_three_parts(c: Case) -> None:
     """Training, validation, test."""
     text, fix = c.cfg.data.split, "for example 969,30,1"
@@ -91,4 +100,11 @@ def _like(path: Path, suffix: str) -> str:
     return f"{folder} has {', '.join(there[:8]) or 'no dataset'}"
 
 
-RULES: tuple[Rule, ...] = (sequence_fits, eod_is_a_token, split_is_three_parts, blends_are_well_formed, datasets_exist)
+RULES: tuple[Rule, ...] = (
+    sequence_fits,
+    eod_is_a_token,
+    pause_token_is_a_row,
+    split_is_three_parts,
+    blends_are_well_formed,
+    datasets_exist,
+)

@@ -1,0 +1,203 @@
+"""Files and command lines become configurations, or one sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaponder.config import yaml_file
+from megaponder.config.fields import all_fields, describe_type
+from megaponder.config.load import dump, from_mapping, load_config, to_mapping
+from megaponder.config.resolve import resolve
+from megaponder.config.schema import RunConfig
+from megaponder.errors import ConfigError
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def refusal(folder: Path, text: str, *overrides: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(folder, text), list(overrides))
+    assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
+    return caught.value
+
+
+def test_yaml_1_2_scalars(tmp_path: Path) -> None:
+    text = "optimizer: {lr: 3e-4, eps: 1.0e-8}\nlogging: {wandb: off}\ntrain: {tokens: 300_000_000_000}\n"
+    cfg = load_config(write(tmp_path, text), [])
+    assert (cfg.optimizer.lr, cfg.optimizer.eps, cfg.logging.wandb) == (3e-4, 1e-8, "off")
+    assert cfg.train.tokens == 300_000_000_000
+
+
+def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, ""), []) == RunConfig() == load_config(None, [])
+
+
+def test_overrides_win_and_reach_the_options_of_the_method(tmp_path: Path) -> None:
+    path = write(tmp_path, "ponder: {method: ponderlm, options: {steps: 3, topk: 100}}\ntrain: {steps: 5}\n")
+    words = ["--ponder.options.steps", "2", "--train.global_batch=64", "--parallel.sequence", "true", "--run", "2024"]
+    words += ["--data.train", "0.3", "wiki", "0.7", "books", "--model.init_output_scale", "0.5", "--data.valid", "held"]
+    cfg = load_config(path, words)
+    assert cfg.ponder.options == {"steps": 2, "topk": 100}
+    assert (cfg.train.global_batch, cfg.train.steps, cfg.parallel.sequence, cfg.run) == (64, 5, True, "2024")
+    assert cfg.data.train == [0.3, "wiki", 0.7, "books"] and cfg.data.valid == ["held"]
+    assert cfg.model.init_output_scale == 0.5
+
+
+def test_a_budget_on_the_command_line_replaces_the_other(tmp_path: Path) -> None:
+    path = write(tmp_path, "train: {tokens: 1000}\n")
+    assert load_config(path, ["--train.steps", "3"]).train.tokens is None
+    both = load_config(path, ["--train.steps", "3", "--train.tokens", "7"]).train
+    assert (both.steps, both.tokens) == (3, 7)
+
+
+def test_null_on_the_command_line(tmp_path: Path) -> None:
+    path = write(tmp_path, "train: {tokens: 1000}\ndata: {tokenizer: here}\n")
+    cfg = load_config(path, ["--train.tokens", "null", "--data.tokenizer", "null"])
+    assert cfg.train.tokens is None and cfg.data.tokenizer is None
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "words"),
+    [
+        ("model: {num_layer: 3}", "model.num_layer", "did you mean model.num_layers"),
+        ("modle: {num_layers: 3}", "modle", "did you mean model"),
+        ("optimizer: {learning_rate: 1}", "optimizer.learning_rate", "did you mean optimizer.lr"),
+        ("train: {seq_length: 1}", "train.seq_length", "did you mean data.sequence_length"),
+        ("num_layers: 3", "num_layers", "did you mean model.num_layers"),
+        ("data: {zzzz: 3}", "data.zzzz", "legal here: data.train"),
+        ("model: {num_layers: abc}", "model.num_layers", "it must be an integer"),
+        ("model: {num_layers: '3'}", "model.num_layers", "it must be an integer"),
+        ("model: {num_layers: true}", "model.num_layers", "it must be an integer"),
+        ("model: {num_layers: 2.5}", "model.num_layers", "it must be an integer"),
+        ("train: {tokens: 3e9}", "train.tokens", "write 3000000000"),
+        ("train: {global_batch: null}", "train.global_batch", "it must be an integer; the default is 256"),
+        ("optimizer: {lr: .nan}", "optimizer.lr", "it must be a number"),
+        ("optimizer: {lr: abc}", "optimizer.lr", "it must be a number"),
+        ("parallel: {sequence: 1}", "parallel.sequence", "it must be true or false"),
+        ("precision: {dtype: bf61}", "precision.dtype", "one of fp32, bf16; write bf16"),
+        ("model: {init_output_scale: foo}", "model.init_output_scale", "a number or one of auto"),
+        ("data: {train: wiki}", "data.train", "it must be a list"),
+        ("data: {train: [[a]]}", "data.train", "it must be a list"),
+        ("train: {batch_rampup: [1, 2.5, 3]}", "train.batch_rampup", "it must be a list of integer"),
+        ("ponder: {options: 3}", "ponder.options", "it must be a mapping"),
+        ("run: 3", "run", "it must be text"),
+        ("model: 3", "model", "this is a section; its fields are: model.preset"),
+        ("model:", "model", "this is a section"),
+    ],
+)
+def test_refusals_name_field_value_rule_and_what_is_legal(tmp_path: Path, text: str, field: str, words: str) -> None:
+    error = refusal(tmp_path, text)
+    assert error.field == field and words in str(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: b: c", "not YAML (line 1, column 5"),
+        ("train: {steps: 3, steps: 4}", 'duplicate key "steps"'),
+        ("train: [", "not YAML (line 1"),
+        ("- 3", "it must hold sections"),
+        ("just text", "it must hold sections"),
+    ],
+)
+def test_bad_yaml_is_placed(tmp_path: Path, text: str, words: str) -> None:
+    assert words in str(refusal(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--model.numlayers", "3"], "did you mean --model.num_layers"),
+        (["--model.num_layers"], "it needs a value"),
+        (["--model", "3"], "this is a section, not a field"),
+        (["--train.steps", "3", "4"], "it takes one value"),
+        (["3"], "a value without a field"),
+        (["--train.steps", "x"], "train.steps = 'x': it must be an integer"),
+        (["--train.steps", "[1"], "--train.steps = '[1': not YAML"),
+    ],
+)
+def test_bad_overrides(tmp_path: Path, words: list[str], expected: str) -> None:
+    assert expected in str(refusal(tmp_path, "", *words))
+
+
+def test_missing_files_name_their_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "llama.yaml").write_text("")
+    for name, words in (
+        ("lama.yaml", "did you mean"),
+        ("zzzzzzzzz", "has llama.yaml"),
+        ("none/x.yaml", "no YAML file"),
+    ):
+        with pytest.raises(ConfigError, match="there is no such file") as caught:
+            load_config(tmp_path / name, [])
+        assert words in str(caught.value)
+    with pytest.raises(ConfigError, match="this is a folder"):
+        load_config(tmp_path, [])
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "binary.yaml", [])
+
+
+def test_a_preset_cannot_be_put_on_a_resolved_file(tmp_path: Path) -> None:
+    cfg = resolve(from_mapping({"model": {"preset": "llama-125m"}, "train": {"steps": 1}}))
+    dump(cfg, tmp_path / "config.yaml")
+    with pytest.raises(ConfigError, match="beats a preset"):
+        load_config(tmp_path / "config.yaml", ["--model.preset", "llama-410m"])
+
+
+@pytest.mark.parametrize("preset", ["pythia-160m", "llama-1.4b", "gpt2-xl"])
+def test_dump_and_load_give_the_same_configuration(tmp_path: Path, preset: str) -> None:
+    cfg = from_mapping(
+        {
+            "run": "runs/ä b",
+            "model": {"preset": preset},
+            "ponder": {"method": "ponderlm", "options": {"steps": 3, "multiply_by_steps": True}},
+            "data": {"train": [0.1, "a b/c", 1 / 3, "yes"], "sequence_length": 64},
+            "optimizer": {"lr": 1e-7, "eps": 1e-8},
+            "train": {"tokens": 300_000_000_000},
+            "logging": {"wandb": "off"},
+        }
+    )
+    for one in (cfg, resolve(cfg)):
+        dump(one, tmp_path / "config.yaml")
+        assert load_config(tmp_path / "config.yaml", []) == one
+    assert resolve(resolve(cfg)) == resolve(cfg)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    lr=st.floats(min_value=0, allow_nan=False, allow_infinity=False), run=st.text(min_size=1), weight=st.floats(0, 1)
+)
+def test_any_number_and_text_survives(lr: float, run: str, weight: float) -> None:
+    run = "".join(c for c in run if c.isprintable()) or "x"
+    cfg = from_mapping({"run": run, "optimizer": {"lr": lr}, "data": {"train": [weight, run]}})
+    back = from_mapping(yaml_file.parse(yaml_file.to_text(to_mapping(cfg)), "text"))
+    assert back == cfg and math.copysign(1, back.optimizer.lr) == math.copysign(1, lr)
+
+
+def test_writing_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.yaml"
+    dump(RunConfig(), path)
+    before = path.read_bytes()
+    monkeypatch.setattr("os.fsync", lambda handle: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        dump(RunConfig(run="other"), path)
+    assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_every_field_is_documented_and_describable() -> None:
+    fields = all_fields()
+    assert len(fields) > 60
+    for name, field in fields.items():
+        assert field.doc.endswith((".", ")")), f"{name} has no docstring"
+        assert "typing" not in describe_type(field.type) and "<" not in describe_type(field.type)
+    assert set(dataclasses.asdict(RunConfig())) == {n.partition(".")[0] for n in fields}

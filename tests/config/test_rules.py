@@ -1,0 +1,263 @@
+"""Every rule refuses what breaks it, with a sentence, and its nearest legal value is legal."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaponder.config.facts import MethodFacts, facts_of
+from megaponder.config.rules import RULES, Machine, check
+from megaponder.config.rules.layout import choose_group, group_fits
+from megaponder.errors import ConfigError
+from tests.config.make import config
+
+CPU = Machine("cpu")
+H100 = Machine("cuda", (9, 0), transformer_engine=True, grad_accum_kernel=False)
+A100 = Machine("cuda", (8, 0), transformer_engine=True)
+PASSES4 = MethodFacts(max_passes=4)
+FP8 = {"precision__fp8": "current", "precision__dtype": "bf16"}
+
+Broken = tuple[str, str, int, MethodFacts, "Machine | None", dict[str, Any]]
+
+
+def broken(
+    field: str, words: str, world: int = 1, facts: MethodFacts = PASSES4, machine: Machine | None = None, **changes: Any
+) -> Broken:
+    """Changes that break a rule, the field that the error names and words of its sentence."""
+    return field, words, world, facts, machine, changes
+
+
+BROKEN: list[Broken] = [
+    broken("model.num_layers", "at least 1", model__num_layers=0),
+    broken("model.vocab_size", "at least 2", model__vocab_size=1),
+    broken("model.num_heads", "divide model.hidden_size = 768; the nearest is 6", model__num_heads=7),
+    broken("model.num_kv_heads", "divide model.num_heads = 12; the nearest is 4", model__num_kv_heads=5),
+    broken("model.num_kv_heads", "no grouped-query", model__preset="pythia-160m", model__num_kv_heads=6),
+    broken("model.rotary_fraction", "(0, 1]", model__rotary_fraction=1.5),
+    broken("model.rotary_fraction", "even number of the 64", model__rotary_fraction=0.3),
+    broken("model.rotary_base", "positive", model__rotary_base=0.0),
+    broken("model.parallel_residual", "no parallel residual", model__parallel_residual=True),
+    broken("model.norm_eps", "positive", model__norm_eps=0.0),
+    broken("model.init_std", "positive", model__init_std=-1.0),
+    broken("model.embedding_scale", "positive", model__embedding_scale=0.0),
+    broken("data.sequence_length", "max_positions = 2048; the nearest is 2048", data__sequence_length=4096),
+    broken("data.sequence_length", "max_positions = 1024", model__preset="gpt2-small"),
+    broken("data.sequence_length", "at least 1", data__sequence_length=0),
+    broken("data.eod_id", "an id of the vocabulary", data__eod_id=50304),
+    broken("ponder.options.pause_token_id", "nearest is 50303", facts=MethodFacts(pause_token_id=50304)),
+    broken("data.split", "three numbers", data__split="9,1"),
+    broken("data.split", "three numbers", data__split="9,x,1"),
+    broken("data.split", "training part", data__split="0,9,1"),
+    broken("data.split", "validation part", data__split="9,0,1"),
+    broken("data.train", "a weight before each; for example [1.0, a, 1.0, b]", data__train=["a", "b"]),
+    broken("data.train", "weight path", data__train=["a", 0.5]),
+    broken("data.train", "weight path", data__train=[0.5, "a", "b"]),
+    broken("data.valid", "weights must be positive", data__valid=[0.0, "a"]),
+    broken("optimizer.lr", "more than 0", optimizer__lr=0.0),
+    broken("optimizer.lr", "at most 1", optimizer__lr=3.0),
+    broken("optimizer.beta2", "less than 1", optimizer__beta2=1.0),
+    broken("optimizer.weight_decay", "at least 0", optimizer__weight_decay=-0.1),
+    broken("schedule.warmup_fraction", "less than 1", schedule__warmup_fraction=1.0),
+    broken("schedule.min_lr_fraction", "at most 1", schedule__min_lr_fraction=1.1),
+    broken("schedule.decay_fraction", "nearest is 0.99", schedule__kind="wsd", schedule__decay_fraction=1.0),
+    broken("train.steps", "at least 1", train__steps=0),
+    broken("train.steps", "a run needs a budget", train__steps=None),
+    broken("train.steps", "only one of the two", train__tokens=1000000000),
+    broken("train.eval_batches", "at least 0", train__eval_batches=-1),
+    broken("train.batch_rampup", "three positive integers", train__batch_rampup=[1, 2]),
+    broken("train.batch_rampup", "start below", train__batch_rampup=[256, 8, 100]),
+    broken("train.batch_rampup", "nearest is [46, 30, 100]", train__batch_rampup=[32, 30, 100]),
+    broken("train.batch_rampup", "multiples of", world=32, train__batch_rampup=[16, 16, 100]),
+    broken("checkpoint.keep_every", "nearest is 2000", checkpoint__keep_every=1500),
+    broken("checkpoint.keep_last", "at least 1", checkpoint__keep_last=0),
+    broken("checkpoint.load", "never used", checkpoint__load="x", checkpoint__resume="must"),
+    broken("logging.every", "at least 1", logging__every=0),
+    broken("logging.peak_tflops", "more than 0", logging__peak_tflops=0.0),
+    broken("run", "must name a folder", run=" "),
+    broken("run", "a file has this name", run=__file__),
+    broken("parallel.tensor", "at least 1", parallel__tensor=0),
+    broken("parallel.tensor", "divide model.num_heads = 12; the nearest is 4", world=5, parallel__tensor=5),
+    broken("parallel.tensor", "model.num_kv_heads = 2", world=4, parallel__tensor=4, model__num_kv_heads=2),
+    broken("parallel.tensor", "model.ffn_size = 2065", world=6, parallel__tensor=6, model__ffn_size=2065),
+    broken(
+        "model.vocab_multiple",
+        "nearest is 300",
+        world=3,
+        parallel__tensor=3,
+        model__vocab_multiple=100,
+        model__vocab_size=101,
+    ),
+    broken("parallel.sequence", "needs parallel.tensor", parallel__sequence=True),
+    broken(
+        "data.sequence_length",
+        "nearest is 2048",
+        world=2,
+        parallel__sequence=True,
+        parallel__tensor=2,
+        data__sequence_length=2047,
+    ),
+    broken("parallel.pipeline", "divide model.num_layers = 12; the nearest is 4", world=5, parallel__pipeline=5),
+    broken("world size", "nearest is 8 processes", world=6, parallel__tensor=4),
+    broken("train.global_batch", "1 x 3; the nearest is 255", world=3),
+    broken(
+        "train.global_batch",
+        "need at least",
+        world=4,
+        parallel__pipeline=4,
+        train__global_batch=8,
+        train__micro_batch=4,
+    ),
+    broken("train.batch_rampup", "start at 4 or more", world=4, parallel__pipeline=4, train__batch_rampup=[2, 2, 100]),
+    broken(
+        "parallel.microbatch_group",
+        "nearest is 3",
+        world=2,
+        parallel__pipeline=2,
+        train__global_batch=5,
+        parallel__microbatch_group=2,
+    ),
+    broken("parallel.overlap_param_gather", "distributed_optimizer", parallel__overlap_param_gather=True),
+    broken(
+        "parallel.overlap_param_gather",
+        "overlap_grad_reduce",
+        parallel__overlap_param_gather=True,
+        parallel__distributed_optimizer=True,
+    ),
+    broken(
+        "parallel.overlap_grad_reduce",
+        "number of passes",
+        facts=MethodFacts(varying_passes=True),
+        parallel__overlap_grad_reduce=True,
+    ),
+    broken("parallel.deallocate_pipeline_outputs", "gloo", machine=CPU, parallel__deallocate_pipeline_outputs=True),
+    broken("parallel.timeout_minutes", "more than 0", parallel__timeout_minutes=0.0),
+    broken("precision.fused_cross_entropy", "rounded to bf16", precision__fused_cross_entropy=True),
+    broken("precision.fp8", "needs precision.dtype = bf16", precision__fp8="delayed"),
+    broken("precision.fp8", "local", precision__implementation="local", **FP8),
+    broken("precision.fp8", "missing here", machine=CPU, **FP8),
+    broken("precision.fp8", "this GPU has (8, 0)", machine=A100, **FP8),
+    broken("precision.implementation", "missing here", machine=CPU, precision__implementation="te"),
+    broken("precision.grad_accum_fusion", "apex", machine=H100, precision__grad_accum_fusion=True),
+    broken("model.ffn_size", "multiple of 16 on each of parallel.tensor = 4", world=4, parallel__tensor=4, **FP8),
+    broken("data.sequence_length", "nearest is 2000", data__sequence_length=2001, **FP8),
+]
+
+
+@pytest.mark.parametrize(("field", "words", "world", "facts", "machine", "changes"), BROKEN)
+def test_refusal(
+    field: str, words: str, world: int, facts: MethodFacts, machine: Machine | None, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(config(**changes), facts, world, machine)
+    assert caught.value.field == field
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_every_rule_has_a_case_here() -> None:
+    """A new rule needs a line in BROKEN: each rule must be the first to refuse one of them (or be tested below)."""
+    refusing = set()
+    for _, _, world, facts, machine, changes in BROKEN:
+        try:
+            check(config(**changes), facts, world, machine)
+        except ConfigError as error:
+            frames, trace = [], error.__traceback__
+            while trace is not None:
+                frames.append(trace.tb_frame.f_code.co_name)
+                trace = trace.tb_next
+            refusing |= set(frames)
+    assert {rule.__name__ for rule in RULES} - refusing == {"datasets_exist"}
+    assert all(rule.__doc__ and rule.__doc__.count("\n") == 0 for rule in RULES)
+
+
+@pytest.mark.parametrize(
+    ("world", "facts", "machine", "changes"),
+    [
+        (1, PASSES4, CPU, {}),
+        (16, PASSES4, H100, {"parallel__tensor": 2, "parallel__pipeline": 4, "parallel__sequence": True}),
+        (2, PASSES4, CPU, {"parallel__pipeline": 2, "train__global_batch": 5}),
+        (2, MethodFacts(), CPU, {"parallel__pipeline": 2, "train__global_batch": 1}),  # 1F1B runs any number
+        (8, PASSES4, H100, {**FP8, "parallel__distributed_optimizer": True, "precision__implementation": "te"}),
+        (1, PASSES4, None, {"train__batch_rampup": [32, 32, 5000]}),
+        (1, MethodFacts(), None, {"train__tokens": 10 * 256 * 2048, "train__steps": 10}),
+        (1, MethodFacts(), None, {"data__train": [0.2, "a", 0.8, "b"], "data__valid": ["c"]}),
+        (1, MethodFacts(varying_passes=True), None, {}),
+        (4096, PASSES4, None, {"parallel__tensor": 4, "parallel__pipeline": 4, "train__global_batch": 4096}),
+    ],
+)
+def test_legal(world: int, facts: MethodFacts, machine: Machine | None, changes: dict[str, Any]) -> None:
+    check(config(**changes), facts, world, machine)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    tensor=st.integers(1, 40), pipeline=st.integers(1, 30), batch=st.integers(1, 300), micro=st.integers(1, 9),
+    world=st.integers(1, 64), passes=st.integers(1, 5), kv=st.integers(1, 24), vocab=st.integers(2, 60000),
+)  # fmt: skip
+def test_following_the_advice_ends_in_a_legal_layout(
+    tensor: int, pipeline: int, batch: int, micro: int, world: int, passes: int, kv: int, vocab: int
+) -> None:
+    """Taking 'the nearest is N' again and again repairs any layout."""
+    changes: dict[str, Any] = {
+        "parallel__tensor": tensor, "parallel__pipeline": pipeline, "train__global_batch": batch,
+        "train__micro_batch": micro, "model__num_kv_heads": kv, "model__vocab_size": vocab,
+    }  # fmt: skip
+    for _ in range(10):
+        try:
+            check(config(**changes), MethodFacts(max_passes=passes), world)
+            return
+        except ConfigError as error:
+            near = re.search(r"the nearest is (\d+)", error.fix)
+            assert near, error
+            if error.field == "world size":
+                world = int(near[1])
+            else:
+                changes[error.field.replace(".", "__")] = int(near[1])
+    raise AssertionError(f"no legal layout in ten steps: {changes}, world {world}")
+
+
+@given(m=st.integers(1, 64), stages=st.integers(1, 12))
+def test_the_chosen_group_is_legal_and_smallest(m: int, stages: int) -> None:
+    group = choose_group(m, stages)
+    legal = [n for n in range(1, m + 1) if group_fits(m, stages, n)]
+    assert group == (legal[0] if legal else None)
+    assert (group is None) == (m < stages)
+
+
+def test_datasets_must_exist(tmp_path: Path) -> None:
+    (tmp_path / "wiki.bin").touch()
+    (tmp_path / "wiki.idx").touch()
+    check(config(data__train=[str(tmp_path / "wiki")]), PASSES4, 1, needs_data=True)
+    for path, words in (("wikis", "did you mean"), ("wiki.bin", "did you mean"), ("none/x", "has no dataset")):
+        with pytest.raises(ConfigError) as caught:
+            check(config(data__train=[str(tmp_path / path)]), PASSES4, 1, needs_data=True)
+        assert caught.value.field == "data.train" and words in str(caught.value)
+    with pytest.raises(ConfigError, match="training needs a dataset"):
+        check(config(), PASSES4, 1, needs_data=True)
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        check(config(checkpoint__load="nowhere", data__train=[str(tmp_path / "wiki")]), PASSES4, 1, needs_data=True)
+
+
+class Drawn:
+    """A method whose number of passes depends on the step."""
+
+    name, options = "drawn", None
+    rider_channels, mixes_vocabulary, keeps_kv = 2, True, True
+
+    class Pass:
+        def __init__(self, slots: int):
+            self.index, self.last, self.slots, self.feedback_slots = 0, False, slots, 1
+
+    def passes(self, seed: int, step: int) -> list[Drawn.Pass]:
+        return [self.Pass(1), *[self.Pass(2)] * (2 + (seed + step) % 2)]
+
+    def extra_flops(self, p: Any, vocab_size: int) -> float:
+        return 0.0
+
+
+def test_facts_of_a_method() -> None:
+    assert facts_of(Drawn()) == MethodFacts(4, 2, 2, True, True, varying_passes=True)
