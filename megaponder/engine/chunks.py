@@ -84,7 +84,7 @@ class PassChunk(nn.Module):
         out = ddp(p, batch, incoming, state)
         if isinstance(out, Readout):
             return self._loss(stage, out, batch)
-        outgoing = pack(out)
+        outgoing = pack(out).contiguous()
         if not p.last:
             outgoing = self._stash.put(index, state, outgoing)
         # the schedule may free the data of what it has sent, so it must own it

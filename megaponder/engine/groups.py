@@ -66,6 +66,28 @@ def _start(timeout: datetime.timedelta, device: torch.device) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
+def _has_layout(tensor: int, pipeline: int) -> bool:
+    """Whether megatron-core's groups of this layout are there already."""
+    from megatron.core import parallel_state as ps
+
+    return (
+        ps.model_parallel_is_initialized()
+        and ps.get_tensor_model_parallel_world_size() == tensor
+        and ps.get_pipeline_model_parallel_world_size() == pipeline
+    )
+
+
+def _forget_layout() -> None:
+    """Drop the groups of another layout, and their threads: megatron-core forgets them without closing them."""
+    from megatron.core import parallel_state as ps
+
+    if ps.model_parallel_is_initialized():
+        ps.destroy_model_parallel()
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+
+
 def init(cfg: RunConfig) -> Groups:
     """Start torch.distributed (a single process needs no launcher) and make megatron-core's groups."""
     cpu.install()
@@ -78,14 +100,14 @@ def init(cfg: RunConfig) -> Groups:
     timeout = datetime.timedelta(minutes=cfg.parallel.timeout_minutes)
     if not dist.is_initialized():
         _start(timeout, device)
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        cfg.parallel.tensor,
-        cfg.parallel.pipeline,
-        distributed_timeout_minutes=max(1, round(cfg.parallel.timeout_minutes)),
-        create_gloo_process_groups=device.type == "cuda",
-    )
+    if not _has_layout(cfg.parallel.tensor, cfg.parallel.pipeline):
+        _forget_layout()
+        parallel_state.initialize_model_parallel(
+            cfg.parallel.tensor,
+            cfg.parallel.pipeline,
+            distributed_timeout_minutes=max(1, round(cfg.parallel.timeout_minutes)),
+            create_gloo_process_groups=device.type == "cuda",
+        )
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(cfg.train.seed, force_reset_rng=True)

@@ -43,6 +43,17 @@ def receive_orders(
     return forward, backward
 
 
+def microbatch_group(microbatches: int, stages: int) -> int:
+    """Micro-batches that run through one pass before the next pass starts: the fewest that the schedule can run.
+
+    It needs a group of at least PP, and a last group that is whole or also at least PP; fewer means less memory.
+    """
+    for group in range(stages, microbatches):
+        if microbatches % group == 0 or microbatches % group >= stages:
+            return group
+    return microbatches
+
+
 class PassCommunicator(P2PCommunicator):
     """megatron-core's communicator; `variable_seq_lengths` makes it ask for shapes, which are looked up here."""
 
@@ -54,3 +65,9 @@ class PassCommunicator(P2PCommunicator):
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[Shape | None, Shape | None]:
         return next(self._forward) if recv_prev else None, next(self._backward) if recv_next else None
+
+    def _communicate(self, *, tensor_send_next: Any, tensor_send_prev: Any, **kwargs: Any) -> Any:
+        # a method may return a transposed view, and autograd a strided gradient; messages are flat memory
+        sends = (None if t is None else t.contiguous() for t in (tensor_send_next, tensor_send_prev))
+        nxt, prev = sends
+        return super()._communicate(tensor_send_next=nxt, tensor_send_prev=prev, **kwargs)

@@ -50,7 +50,7 @@ class PonderStage(MegatronModule):
         self.method, self.groups, self.embedding_scale = method, groups, embedding_scale
         self.vocab_size = m.vocab_size
         self.recompute = cfg.parallel.recompute == "layer"
-        first, last = groups.is_first_stage, groups.is_last_stage
+        first, last = self.pre_process, self.post_process = groups.is_first_stage, groups.is_last_stage
         rows = padded_vocab(m.vocab_size, m.vocab_multiple)
         tied = bool(m.tie_embeddings)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from megaponder.data.batch import MicroBatch
 from megaponder.engine.chunks import PassChunk, Step
 from megaponder.engine.groups import Groups
-from megaponder.engine.p2p import PassCommunicator, receive_orders
+from megaponder.engine.p2p import PassCommunicator, microbatch_group, receive_orders
 from megaponder.engine.stage import PonderStage
 from megaponder.engine.stash import PassState, Stash
 from megaponder.ponder.base import Pass, Readout
@@ -104,7 +104,7 @@ class Engine:
             forward_backward_no_pipelining(data_iterator=None, model=chunk, **common)
             return
         chunks = [PassChunk(self.ddp, self.stage, config, run, p, stash) for p in passes]
-        group = self._group_size or self.groups.pp_size
+        group = self._group_size or microbatch_group(len(batches), self.groups.pp_size)
         for chunk in chunks:
             c = chunk.config
             c.variable_seq_lengths = True  # asks PassCommunicator for each shape; nothing is exchanged

@@ -1,0 +1,93 @@
+"""The matrix: every case runs in every layout.  A new method or layout is one line here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megaponder.config.resolve import resolve
+from megaponder.config.schema import ModelConfig, ParallelConfig, RunConfig
+
+SEQUENCES, LENGTH, VOCAB = 8, 12, 93  # a vocabulary that is a multiple of nothing
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    method: str
+    options: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "vanilla-llama-tied": Case("llama", "vanilla", model={"tie_embeddings": True}),
+    "vanilla-pythia": Case("pythia", "vanilla"),
+    "loop-llama-gqa": Case("llama", "loop", {"extra_passes": 2}, {"num_kv_heads": 2}),
+    "pause-gpt2": Case("gpt2", "pause", {"pauses": 2, "pause_token_id": 90}, {"tie_embeddings": True}),
+    "ponderlm-pythia": Case("pythia", "ponderlm", {"steps": 3}),
+    "ponderlm-topk-gpt2-tied": Case("gpt2", "ponderlm", {"steps": 2, "topk": 5, "multiply_by_steps": True}),
+    "everything-llama": Case("llama", "sink", {}, {"num_kv_heads": 2}),
+    "everything-deep": Case("pythia", "sink", {}, {"num_layers": 6}),  # PP = 2 and 3 divide it
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout of the matrix; `batch` is the micro-batch size."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    batch: int = 2
+    sequence: bool = False
+    distributed_optimizer: bool = False
+    overlap: bool = False
+    recompute: str = "none"
+
+    @property
+    def world(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+
+LAYOUTS = {
+    "one-batch1": Layout(batch=1),
+    "one-batch4-recompute": Layout(batch=4, recompute="layer"),
+    "tp2": Layout(tensor=2),
+    "tp2-sp": Layout(tensor=2, sequence=True),
+    "tp2-sp-recompute-batch4": Layout(tensor=2, sequence=True, recompute="layer", batch=4),
+    "pp2": Layout(pipeline=2),
+    "pp2-batch1": Layout(pipeline=2, batch=1),
+    "pp2-batch4-recompute": Layout(pipeline=2, batch=4, recompute="layer"),
+    "dp2": Layout(data=2),
+    "dp2-overlap": Layout(data=2, batch=1, overlap=True),
+    "dp2-distopt-overlap": Layout(data=2, batch=1, distributed_optimizer=True, overlap=True),
+    "pp3": Layout(pipeline=3),
+    "tp2-pp2": Layout(tensor=2, pipeline=2),
+    "tp2-sp-pp2-recompute": Layout(tensor=2, pipeline=2, sequence=True, recompute="layer"),
+    "dp2-pp2-distopt-overlap": Layout(data=2, pipeline=2, distributed_optimizer=True, overlap=True),
+}
+
+
+def cases_of(layout: Layout) -> list[str]:
+    """Cases whose layers the layout's pipeline divides."""
+    return [name for name, case in CASES.items() if case.model.get("num_layers", 2) % layout.pipeline == 0]
+
+
+def run_config(case: Case, layout: Layout) -> RunConfig:
+    """A resolved tiny config of a case in a layout."""
+    values = {"family": case.family, "num_layers": 2, "hidden_size": 32, "num_heads": 4, "ffn_size": 56} | case.model
+    cfg = RunConfig(model=ModelConfig(vocab_size=VOCAB, vocab_multiple=32, **values))
+    cfg.ponder.method, cfg.ponder.options = case.method, dict(case.options)
+    cfg.data.sequence_length = LENGTH
+    cfg.train.steps, cfg.train.global_batch, cfg.train.micro_batch = 1, SEQUENCES, layout.batch
+    cfg.model.init_std = 0.2  # far from the linear regime, so that every path matters in the gradients
+    cfg.parallel = ParallelConfig(
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        sequence=layout.sequence,
+        distributed_optimizer=layout.distributed_optimizer,
+        overlap_grad_reduce=layout.overlap,
+        overlap_param_gather=layout.overlap and layout.distributed_optimizer,
+        recompute=layout.recompute,  # type: ignore[arg-type]
+    )
+    return resolve(cfg)

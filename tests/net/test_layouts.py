@@ -1,0 +1,65 @@
+"""Loss, auxiliary loss, statistics and every gradient are the same in every layout (design, section 5.1)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.distributed import run_workers
+from tests.net.cases import CASES, LAYOUTS, cases_of
+from tests.net.workers import assemble
+from tests.tolerance import ATOL, RTOL
+
+REFERENCE = "one-batch1"
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """layout -> case -> one result a rank; one launch for each world size."""
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for world in sorted({layout.world for layout in LAYOUTS.values()}):
+        names = [n for n, layout in LAYOUTS.items() if layout.world == world]
+        ranks = run_workers(
+            "tests.net.workers:run_layouts", world, args={"layouts": names, "cases": list(CASES)}, timeout=600
+        )
+        for name in names:
+            found[name] = {case: [rank[name][case] for rank in ranks] for case in CASES}
+    return found
+
+
+def _worst(ours: np.ndarray, reference: np.ndarray) -> float:
+    return float(np.abs(ours - reference).max() / max(np.abs(reference).max(), ATOL))
+
+
+MATRIX = [(case, name) for name, layout in LAYOUTS.items() if name != REFERENCE for case in cases_of(layout)]
+
+
+@pytest.mark.parametrize(("case", "layout"), MATRIX)
+def test_layout_changes_nothing(results: Any, case: str, layout: str) -> None:
+    gated = CASES[case].family == "llama"
+    reference = results[REFERENCE][case][0]
+    expected = assemble([reference], gated)
+    ranks = results[layout][case]
+    for rank in ranks:
+        for key in ("loss", "aux", "eval"):
+            assert rank[key] == pytest.approx(reference[key], rel=RTOL, abs=ATOL), key
+        assert rank["stats"] == pytest.approx(reference["stats"], rel=RTOL, abs=ATOL)
+    for replica in range(LAYOUTS[layout].data):
+        grads = assemble([r for r in ranks if r["place"][0] == replica], gated)
+        assert {k for k, _ in grads} == {k for k, _ in expected}
+        for key, value in grads.items():
+            assert _worst(value, expected[(key[0], "own")]) < RTOL, key
+
+
+def test_every_gradient_is_alive(results: Any) -> None:
+    """A gradient that is zero everywhere would make the comparison above empty."""
+    for case in CASES:
+        for key, value in assemble(results[REFERENCE][case], CASES[case].family == "llama").items():
+            assert np.abs(value).max() > 1e-7, (case, key)
+
+
+def test_statistics_and_auxiliary_loss_are_alive(results: Any) -> None:
+    sink = results[REFERENCE]["everything-llama"][0]
+    assert sink["aux"] > 0.01 and 0.05 < sink["stats"]["active"] < 0.95

@@ -1,0 +1,108 @@
+"""Runs cases in a layout and brings loss and whole gradients home."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tests.net.cases import CASES, LAYOUTS, LENGTH, SEQUENCES, VOCAB, Layout, cases_of, run_config
+
+
+def batches(layout: Layout, dp_rank: int) -> list[Any]:
+    """This rank's micro-batches of one fixed global batch with ragged masks."""
+    import torch
+
+    from megaponder.data.batch import MicroBatch
+
+    draw = torch.Generator().manual_seed(7)
+    text = torch.randint(0, VOCAB, (SEQUENCES, LENGTH + 1), generator=draw)
+    lengths = torch.randint(1, LENGTH + 1, (SEQUENCES, 1), generator=draw)
+    mask = (torch.arange(LENGTH)[None] < lengths).float()
+    cut = [slice(i, i + layout.batch) for i in range(0, SEQUENCES, layout.batch)]
+    return [MicroBatch(text[c, :-1], text[c, 1:], mask[c]) for j, c in enumerate(cut) if j % layout.data == dp_rank]
+
+
+def _whole_gradients(engine: Any) -> None:
+    """Under the distributed optimizer a rank's buffer holds its shard only: gather the others' in place."""
+    import torch
+    import torch.distributed as dist
+
+    group = engine.groups.dp
+    for buffer in engine.ddp.buffers:
+        for bucket in buffer.buckets:
+            shard = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
+            parts = [torch.empty_like(shard) for _ in range(group.size())]
+            dist.all_gather(parts, shard, group=group)
+            bucket.grad_data.copy_(torch.cat(parts))
+
+
+def run_layout(layout: str, cases: list[str], steps: int = 1) -> dict[str, Any]:
+    """Loss, auxiliary loss, statistics and this rank's gradients (numpy, global names) of each case."""
+    import torch
+
+    from megaponder.backbone.init import global_names
+    from megaponder.engine import groups as engine_groups
+    from megaponder.engine.cpu import install
+
+    torch.set_num_threads(1)
+    install()
+    from megaponder.engine.build import build_engine
+    from megaponder.ponder.settings import method_of
+    from tests.net import sink  # noqa: F401  registers the test method
+
+    shape, results = LAYOUTS[layout], {}
+    for name in cases:
+        cfg = run_config(CASES[name], shape)
+        groups = engine_groups.init(cfg)
+        engine = build_engine(cfg, method_of(cfg), groups)
+        with torch.no_grad():  # norms at 1 and biases at 0 would hide their own mistakes
+            for key, parameter in global_names(engine.stage):
+                if parameter.dim() == 1 and not getattr(parameter, "tensor_model_parallel", False):
+                    draw = torch.Generator().manual_seed(len(key))
+                    parameter += (0.2 * torch.randn(parameter.shape, generator=draw)).to(parameter)
+        for _ in range(steps):
+            engine.zero_grad()
+            out = engine.forward_backward(batches(shape, groups.dp_rank), 0, train=True)
+        evaluated = engine.forward_backward(batches(shape, groups.dp_rank), 0, train=False)
+        if shape.distributed_optimizer:
+            _whole_gradients(engine)
+        grads = {}
+        for key, parameter in global_names(engine.stage):
+            own = (key, "copy") if getattr(parameter, "shared", False) else (key, "own")
+            dim = int(parameter.partition_dim) if getattr(parameter, "tensor_model_parallel", False) else None
+            grads[own] = (parameter.main_grad.float().cpu().numpy().copy(), dim)
+        place = (groups.dp_rank, groups.pp_rank, groups.tp_rank)
+        results[name] = {
+            "place": place,
+            "loss": out.loss,
+            "aux": out.aux,
+            "stats": out.stats,
+            "eval": evaluated.loss,
+            "grads": grads,
+        }
+    return results
+
+
+def run_layouts(layouts: list[str]) -> dict[str, Any]:
+    """Several layouts of one world size in one launch, since imports dominate."""
+    return {layout: run_layout(layout, cases_of(LAYOUTS[layout])) for layout in layouts}
+
+
+def assemble(parts: list[dict[str, Any]], gated: bool) -> dict[tuple[str, str], np.ndarray]:
+    """Whole gradients from the ranks of one data-parallel replica."""
+    shards: dict[tuple[str, str], dict[int, tuple[np.ndarray, int | None]]] = {}
+    for part in parts:
+        for key, value in part["grads"].items():
+            shards.setdefault(key, {})[part["place"][2]] = value
+    whole = {}
+    for key, by_rank in shards.items():
+        arrays, dim = [by_rank[r][0] for r in sorted(by_rank)], by_rank[0][1]
+        if dim is None or len(arrays) == 1:
+            whole[key] = arrays[0]
+        elif gated and "linear_fc1" in key[0]:  # gate and up are sharded separately
+            halves = [np.split(a, 2) for a in arrays]
+            whole[key] = np.concatenate([h[0] for h in halves] + [h[1] for h in halves])
+        else:
+            whole[key] = np.concatenate(arrays, axis=dim)
+    return whole
