@@ -132,6 +132,13 @@ def _blocks(path: Path, stream: IO[bytes], skip: int) -> Iterator[bytes]:
         skip = max(0, skip - len(block))
 
 
+def _pieces(blocks: Iterator[bytes], size: int) -> Iterator[bytes]:
+    """The same bytes in pieces of at most `size` (a packed block may unpack to far more)."""
+    for block in blocks:
+        for at in range(0, len(block), size):
+            yield block[at : at + size]
+
+
 def _last_edge(data: bytes, rule: TxtRule | None) -> int:
     """Where `data`, of which more may follow, can be cut between two documents; 0 if nowhere."""
     if rule is None or rule.split == "line":
@@ -148,7 +155,7 @@ def _read_lines(path: Path, start: Position, rule: TxtRule | None, chunk_bytes: 
     whole = rule is not None and rule.edge is None
     with open(path, "rb") as stream:
         waiting, size, at, target = [], 0, start, chunk_bytes
-        for block in _blocks(path, stream, start.offset):
+        for block in _pieces(_blocks(path, stream, start.offset), chunk_bytes):
             waiting.append(block)
             size += len(block)
             if whole and size > LARGEST_DOCUMENT:
@@ -177,7 +184,7 @@ def _cut(data: bytes, at: Position, disk_bytes: int) -> Read:
     return Read(Chunk(at.file, at.line, data), end, disk_bytes)
 
 
-def _read_parquet(path: Path, start: Position, field: str, chunk_bytes: int) -> Iterator[Read]:
+def _read_parquet(path: Path, start: Position, field: str) -> Iterator[Read]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -214,6 +221,6 @@ def read_chunks(
         at = start if number == start.file else Position(number)
         kind = kind_of(files[number])
         if kind == "parquet":
-            yield from _read_parquet(files[number], at, field, chunk_bytes)
+            yield from _read_parquet(files[number], at, field)
         else:
             yield from _read_lines(files[number], at, rule if kind == "txt" else None, chunk_bytes)

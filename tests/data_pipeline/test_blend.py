@@ -1,0 +1,49 @@
+"""Blends and splits: what is read, what is refused."""
+
+from itertools import pairwise
+
+import pytest
+
+from megaponder.data.blend import Source, parse_blend, parse_split, split_ranges
+from megaponder.errors import ConfigError
+
+
+def test_plain_paths_and_weights() -> None:
+    assert parse_blend(["a", "dir/b.bin", "c.idx"], "f") == [
+        Source("a", None),
+        Source("dir/b", None),
+        Source("c", None),
+    ]
+    assert parse_blend([0.3, "a", "0.7", "b"], "f") == [Source("a", 0.3), Source("b", 0.7)]
+    assert parse_blend(["1", "a"], "f") == [Source("a", 1.0)]
+    assert parse_blend([], "f") == []
+
+
+@pytest.mark.parametrize(
+    ("items", "says"),
+    [
+        ([0.3, "a", "b"], "alternates weight and path"),
+        (["a", 0.3], "alternates weight and path"),
+        ([0.3, 0.7, "a", "b"], "alternates weight and path"),
+        ([0.0, "a"], "must be above 0"),
+        ([-1, "a"], "must be above 0"),
+        (["nan", "a"], "must be above 0"),
+        ([x for i in range(32767) for x in (1, f"d{i}")], "at most"),
+    ],
+)
+def test_refused_blends(items: list[str | float], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        parse_blend(items, "data.train")
+
+
+def test_split_covers_everything_once() -> None:
+    for elements in (1, 7, 33, 1000, 123457):
+        ranges = split_ranges("969,30,1", elements)
+        assert ranges[0][0] == 0 and ranges[-1][1] == elements
+        assert all(a[1] == b[0] for a, b in pairwise(ranges))
+
+
+@pytest.mark.parametrize("split", ["", "a,b", "0,1", "-1,2", "1,2,3,4", "969/30/1"])
+def test_refused_splits(split: str) -> None:
+    with pytest.raises(ConfigError, match=r"data\.split"):
+        parse_split(split)
