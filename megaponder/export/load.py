@@ -30,10 +30,12 @@ def load_folder(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     if "auto_map" in config:
         file, _, name = config["auto_map"]["AutoModelForCausalLM"].partition(".")
         cls = getattr(_module(path / f"{file}.py"), name)
-    model, notes = cls.from_pretrained(path, dtype=dtype, output_loading_info=True)
+    # sizes that differ come back in the notes, to be refused below in a sentence
+    model, notes = cls.from_pretrained(path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True)
     wrong = [key for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in notes[kind]]
     if wrong:
-        raise UserError(f"{path}: the weights do not fit the configuration ({wrong[0]}).")
+        name = wrong[0] if isinstance(wrong[0], str) else wrong[0][0]
+        raise UserError(f"{path}: the weights do not fit the configuration ({name}).")
     return model.eval()
 
 

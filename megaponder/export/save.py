@@ -26,10 +26,10 @@ def save_weights(root: Path, cfg: RunConfig, stage: PonderStage, force: bool = F
         raise UserError(f"{target} exists already; choose another folder, or say --force to replace it.")
     try:
         path = folder.begin(root, 0)
-        dump(cfg, path / CONFIG)
-        save_state(path, TrainState(), Contents(masters=False, layout=layout(), optimizer=False))
         results.use(path / ".results-0")
         dist_checkpointing.save({"model": sharded_state(stage)}, str(path), get_default_save_sharded_strategy("torch_dist", 1))
+        dump(cfg, path / CONFIG)
+        save_state(path, TrainState(), Contents(masters=False, layout=layout(), optimizer=False))
         return folder.publish(root, 0)
     except OSError as error:
         raise UserError(f"{target} cannot be written: {error.strerror}.") from error

@@ -1,0 +1,136 @@
+"""Imports: what is refused, and that the checkpoint loads at any layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megaponder.errors import UserError
+from megaponder.export.folder import read_weights
+from megaponder.export.from_hf import import_hf
+from megaponder.export.hf_fields import model_config
+from tests.distributed import run_workers
+from tests.export import hf_models
+from tests.tolerance import RTOL
+
+BASE: dict[str, dict[str, Any]] = {
+    "gpt_neox": {"model_type": "gpt_neox", "hidden_size": 32, "num_attention_heads": 4},
+    "llama": {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4},
+    "gpt2": {"model_type": "gpt2"},
+}
+
+
+@pytest.mark.parametrize(
+    "kind,change,words",
+    [
+        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "type 'llama3': rotary scaling is not supported"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "type 'linear'"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "type 'yarn'"),
+        ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "rotates whole heads"),
+        ("llama", {"rope_parameters": {"rope_theta": 1e4, "attention_factor": 2.0}}, "attention_factor, which is not known"),
+        ("llama", {"attention_bias": True}, "attention_bias = True: a llama block computes False only"),
+        ("llama", {"mlp_bias": True}, "mlp_bias = True"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu': a llama block computes 'silu' only"),
+        ("llama", {"sliding_window": 4096}, "sliding_window = 4096"),
+        ("llama", {"head_dim": 16}, "head_dim: heads must be hidden_size / num_attention_heads = 8 wide"),
+        ("llama", {"layer_types": ["full_attention", "sliding_attention"]}, "every layer must be full_attention"),
+        ("gpt_neox", {"hidden_act": "gelu_new"}, "hidden_act = 'gelu_new': a pythia block computes 'gelu' only"),
+        ("gpt_neox", {"attention_bias": False}, "attention_bias = False"),
+        ("gpt_neox", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "type 'dynamic'"),
+        ("gpt2", {"activation_function": "relu"}, "activation_function = 'relu'"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
+        ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights = False"),
+        ("llama", {"logit_scale": 0.5}, "logit_scale = 0.5 is not known .* say --ignore logit_scale"),
+        ("llama", {"model_type": "mamba"}, "model_type = 'mamba' cannot be imported; it must be one of gpt_neox, llama, gpt2"),
+    ],
+)
+def test_fields_that_cannot_be_represented(kind: str, change: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=f"config.json: .*{words}"):
+        model_config({**BASE[kind], **change}, "config.json")
+
+
+def test_unknown_fields_may_be_ignored_by_name() -> None:
+    section = model_config({**BASE["llama"], "logit_scale": 0.5}, "config.json", frozenset({"logit_scale"}))
+    assert section.family == "llama"
+
+
+def test_fields_are_taken_over() -> None:
+    neox = {**BASE["gpt_neox"], "rotary_pct": 0.5, "rotary_emb_base": 5e5, "torch_dtype": "float16", "hidden_dropout": 0.1}
+    section = model_config(neox, "config.json")
+    assert (section.rotary_fraction, section.rotary_base, section.embedding_scale) == (0.5, 5e5, "none")
+    assert section.num_kv_heads == 4 and section.parallel_residual and section.norm_eps == 1e-5
+    section = model_config({**BASE["llama"], "rope_theta": 5e5, "num_key_value_heads": 2, "tie_word_embeddings": True}, "")
+    assert (section.rotary_base, section.num_kv_heads, section.norm_eps, section.tie_embeddings) == (5e5, 2, 1e-6, True)
+    section = model_config(BASE["gpt2"], "config.json")
+    assert (section.ffn_size, section.max_positions, section.tie_embeddings) == (3072, 1024, True)
+
+
+def test_weights_that_do_not_fit(tmp_path: Path) -> None:
+    hf_models.write("llama_gqa", tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    good = load_file(file)
+    lacking = {k: v for k, v in good.items() if k != "model.layers.1.mlp.down_proj.weight"}
+    wrong = {**good, "model.norm.weight": torch.ones(16)}
+    extra = {**good, "model.layers.0.self_attn.q_norm.weight": torch.ones(8)}
+    for tensors, words in ((lacking, "down_proj"), (wrong, "model.norm.weight|final_norm.weight"), (extra, "q_norm")):
+        save_file({k: v.clone() for k, v in tensors.items()}, file, metadata={"format": "pt"})
+        with pytest.raises(UserError, match=words):
+            import_hf(tmp_path / "hf", tmp_path / "run")
+        assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_damaged_and_pickled_folders(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"config\.json is missing"):
+        import_hf(tmp_path, tmp_path / "run")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config\.json cannot be read"):
+        import_hf(tmp_path, tmp_path / "run")
+    with pytest.raises(UserError, match=r"has no model\.safetensors: none is there"):
+        read_weights(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(UserError, match=r"pytorch_model\.bin is pickled, and unpickling runs code"):
+        read_weights(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(UserError, match=r"model\.safetensors cannot be read"):
+        read_weights(tmp_path)
+    index = {"weight_map": {"x": "../../etc/passwd"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="is missing"):
+        read_weights(tmp_path)
+
+
+def loss_at_layout(checkpoint: Path, tensor: int, pipeline: int) -> float:
+    """In a worker: the loss of fixed tokens with the checkpoint's weights at a layout."""
+    from megaponder.checkpoint.restore import load
+    from megaponder.checkpoint.state import CONFIG
+    from megaponder.config.load import load_config
+    from megaponder.data.batch import make_micro_batch
+    from megaponder.engine import groups
+    from megaponder.engine.build import build_engine
+    from megaponder.ponder.settings import method_of
+
+    cfg = load_config(checkpoint / CONFIG, ["--parallel.tensor", str(tensor), "--parallel.pipeline", str(pipeline)])
+    engine = build_engine(cfg, method_of(cfg), groups.init(cfg))
+    assert load(checkpoint, engine.stage) == []
+    text = torch.randint(77, (2, 18), generator=torch.Generator().manual_seed(3)).numpy()
+    return engine.forward_backward([make_micro_batch(text, "plain", None)] * 2, 0, train=False).loss
+
+
+def test_checkpoint_loads_at_any_layout(tmp_path: Path) -> None:
+    theirs = hf_models.write("llama_gqa", tmp_path / "hf")
+    done = import_hf(tmp_path / "hf", tmp_path / "run")
+    text = torch.randint(77, (2, 18), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        want = theirs(text, labels=text).loss.item()
+    for tensor, pipeline in ((2, 1), (1, 2)):
+        args = {"checkpoint": done.checkpoint, "tensor": tensor, "pipeline": pipeline}
+        for loss in run_workers("tests.export.test_from_hf:loss_at_layout", 2, args=args):
+            assert loss == pytest.approx(want, rel=RTOL)
+    with pytest.raises(UserError, match="step_00000000 exists already"):
+        import_hf(tmp_path / "hf", tmp_path / "run")
+    import_hf(tmp_path / "hf", tmp_path / "run", force=True)

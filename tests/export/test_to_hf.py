@@ -1,0 +1,189 @@
+"""Exports of pondering checkpoints: equal logits, equal text, nothing published that differs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megaponder.errors import UserError
+from megaponder.export import configs, extra, to_hf
+from megaponder.export.from_hf import import_hf
+from megaponder.export.to_hf import export
+from tests.export import checkpoints
+from tests.export.models import ids
+from tests.tolerance import RTOL
+
+CASES = [
+    ("pythia", "loop", {}),
+    ("pythia", "pause", {"method_options": {"pauses": 2, "pause_token_id": 100}}),  # the pause token is a padding row
+    ("pythia", "ponderlm", {"parallel_residual": False}),
+    ("llama", "pause", {}),
+    ("llama", "ponderlm_top", {"tie_word_embeddings": True}),
+    ("gpt2", "loop", {}),
+    ("gpt2", "ponderlm_top", {"tie_word_embeddings": False}),
+    ("gpt2", "vanilla", {"embedding_scale": 2.0}),  # a scaled, tied table: no native format holds it
+    ("pythia", "vanilla", {"num_key_value_heads": 2}),
+]
+
+
+@pytest.mark.parametrize("family,method,changes", CASES)
+def test_pondering_export_round_trip(family: str, method: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    net = checkpoints.make(family, method, tmp_path / "run", **changes)
+    done = export(tmp_path / "run", tmp_path / "hf")
+    assert not done.native and done.max_difference < RTOL
+    assert done.files == tuple(sorted(p.name for p in (tmp_path / "hf").iterdir()))
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    own = {k: v for k, v in net.state_dict().items() if k in tensors}
+    assert tensors.keys() == net.state_dict().keys() - ({"lm_head.weight"} if net.config.tie_word_embeddings else set())
+    assert all(torch.equal(tensors[k], v) for k, v in own.items())
+    assert tensors["model.embed_tokens.weight"].shape[0] == net.config.vocab_size  # padding rows are gone
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    for name in configs.PONDER_FIELDS.values():
+        if not (name == "parallel_residual" and family != "pythia") and not (name.startswith("rotary") and family == "gpt2"):
+            assert config[name] == getattr(net.config, name), name
+    assert config["embedding_scale"] == net.config.embedding_scale
+
+    again = import_hf(tmp_path / "hf", tmp_path / "again")
+    assert again.max_difference < RTOL
+    assert again.config.ponder.method == net.config.method
+    export(tmp_path / "again", tmp_path / "hf2")
+    assert (tmp_path / "hf2" / "model.safetensors").read_bytes() == (tmp_path / "hf" / "model.safetensors").read_bytes()
+
+
+FRESH = """
+import sys, torch
+sys.modules["megaponder"] = None  # any import of this project fails
+from transformers import AutoConfig, AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+assert not any(name.startswith("megaponder.") for name in sys.modules)
+ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+common = dict(attention_mask=mask, max_new_tokens=6, do_sample=False, eos_token_id=None)
+text = model.generate(ids, **common)
+assert torch.equal(text, model.generate(ids, use_cache=False, **common))
+model.save_pretrained(sys.argv[2])
+again = AutoModelForCausalLM.from_pretrained(sys.argv[2], trust_remote_code=True)
+assert torch.equal(again(ids).logits, model(ids).logits)
+torch.save([model(ids).logits.detach(), text], sys.argv[3])
+"""
+
+
+def test_folder_stands_on_its_own(tmp_path: Path) -> None:
+    """In a fresh process, through AutoModel and trust_remote_code, without this project; saved and loaded again."""
+    net = checkpoints.make("pythia", "ponderlm", tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "a-model.v1")
+    script = tmp_path / "fresh.py"
+    script.write_text(FRESH)
+    command = [sys.executable, str(script), *(str(tmp_path / n) for n in ("a-model.v1", "saved", "out.pt"))]
+    env = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    logits, text = torch.load(tmp_path / "out.pt")
+    batch = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+    with torch.no_grad():
+        torch.testing.assert_close(logits, net(batch).logits, rtol=RTOL, atol=RTOL)
+        mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+        want = net.generate(batch, attention_mask=mask, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(text, want)
+
+
+def test_scale_of_an_untied_vanilla_model_is_folded(tmp_path: Path) -> None:
+    net = checkpoints.make("pythia", "vanilla", tmp_path / "run", embedding_scale=3.0)
+    assert export(tmp_path / "run", tmp_path / "hf").native
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    assert torch.equal(tensors["gpt_neox.embed_in.weight"], net.model.embed_tokens.weight * 3.0)
+
+
+def test_bfloat16(tmp_path: Path) -> None:
+    net = checkpoints.make("llama", "loop", tmp_path / "run")
+    done = export(tmp_path / "run", tmp_path / "hf", dtype="bfloat16")
+    assert done.max_difference < RTOL  # of the rounded weights
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
+    logits = to_hf_model(tmp_path / "hf")(ids(1, 9)).logits
+    assert logits.dtype == torch.float32
+    assert (logits - net(ids(1, 9)).logits).abs().max() < 0.1 * logits.abs().max()
+
+
+def to_hf_model(path: Path) -> torch.nn.Module:
+    from megaponder.export.load import load_folder
+
+    return load_folder(path, dtype=torch.bfloat16)
+
+
+def test_a_folder_that_differs_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints.make("llama", "loop", tmp_path / "run")
+    honest = to_hf.names.to_plain
+
+    def swapped(*args: Any) -> dict[str, torch.Tensor]:
+        plain = honest(*args)
+        k, v = (f"model.layers.1.self_attn.{x}_proj.weight" for x in "kv")
+        return plain | {k: plain[v], v: plain[k]}
+
+    monkeypatch.setattr(to_hf.names, "to_plain", swapped)
+    with pytest.raises(UserError, match=r"hf: logits in one forward differ .* nothing was published"):
+        export(tmp_path / "run", tmp_path / "hf")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run"]
+
+
+def test_a_cache_that_differs_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints.make("llama", "loop", tmp_path / "run")
+    broken = tmp_path / "broken.py"
+    source = to_hf.SOURCE.read_text()
+    broken.write_text(source.replace("index * len(self.layers) + i", "i"))  # all passes share one cache
+    assert broken.read_text() != source
+    monkeypatch.setattr(to_hf, "SOURCE", broken.rename(tmp_path / to_hf.SOURCE.name))
+    with pytest.raises(UserError, match="logits with its cache differ"):
+        export(tmp_path / "run", tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_existing_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints.make("gpt2", "loop", tmp_path / "run")
+    out = tmp_path / "hf"
+    out.mkdir()
+    (out / "diary.txt").write_text("not a model")
+    with pytest.raises(UserError, match="hf exists already; choose another folder, or say --force"):
+        export(tmp_path / "run", out)
+    with pytest.raises(UserError, match="no config.json, so it is no model folder"):
+        export(tmp_path / "run", out, force=True)
+    (out / "config.json").write_text("{}")
+    with monkeypatch.context() as patch:
+        patch.setattr(to_hf.reference, "compare", lambda *a, **k: (_ for _ in ()).throw(UserError("differs")))
+        with pytest.raises(UserError, match="differs"):
+            export(tmp_path / "run", out, force=True)
+    assert (out / "diary.txt").exists()  # a failed export leaves the old folder as it was
+    export(tmp_path / "run", out, force=True)
+    assert not (out / "diary.txt").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "run"]
+
+
+def test_every_model_field_has_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    configs.check_fields_known()
+    newer = dataclasses.make_dataclass("ModelConfig", [("window", int, 0)], bases=(configs.ModelConfig,))
+    monkeypatch.setattr(configs, "ModelConfig", newer)
+    with pytest.raises(UserError, match=r"model\.window has no place in the exported configuration"):
+        configs.check_fields_known()
+
+
+def test_unknown_parameters_stop_the_export(tmp_path: Path) -> None:
+    net = checkpoints.models.model("llama", "loop")
+    cfg = checkpoints.run_config(net, tmp_path)
+    with pytest.raises(UserError, match=r"decoder\.layers\.0\.mixer\.weight has no place"):
+        to_hf.names.to_plain({"decoder.layers.0.mixer.weight": torch.ones(2)}, cfg.model)
+
+
+def test_transformers_is_named_where_it_is_absent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(extra, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r'pip install "megaponder\[export\]"'):
+        export(tmp_path, tmp_path / "hf")

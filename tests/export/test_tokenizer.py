@@ -1,0 +1,102 @@
+"""Tokenizers in exports: the same ids as in training, whatever kind it was, and no token that training did not see."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer
+
+from megaponder.config.schema import DataConfig, ModelConfig, RunConfig
+from megaponder.data.tokenizer import load_tokenizer
+from megaponder.errors import UserError
+from megaponder.export import tokenizer
+from megaponder.export.tokenizer import SAMPLES
+
+TEXT = ["Hello world, this is a test of the tokenizer.", "def f(x): return x + 1", "naïve café — two  spaces\n"] * 20
+
+
+def config(name: str | None, eod: int | None = None, vocab: int = 600) -> RunConfig:
+    return RunConfig(model=ModelConfig(vocab_size=vocab, max_positions=64), data=DataConfig(tokenizer=name, eod_id=eod))
+
+
+def bpe(folder: Path, template: bool) -> Path:
+    """A byte-level BPE; with `template` it puts a BOS before each text, as Llama's tokenizers do."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>", "<s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    backend.train_from_iterator(TEXT, trainer)
+    if template:
+        backend.post_processor = processors.Sequence(
+            [
+                processors.ByteLevel(trim_offsets=False),
+                processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)]),
+            ]
+        )
+    backend.enable_truncation(4)
+    backend.add_special_tokens([AddedToken("<pad>", special=True)])
+    backend.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+@pytest.mark.parametrize("template", [False, True])
+def test_huggingface(tmp_path: Path, template: bool) -> None:
+    path = bpe(tmp_path, template)
+    out = tmp_path / "out"
+    out.mkdir()
+    assert tokenizer.write(config(str(path)), out, None).eos_id == 0
+    exported = AutoTokenizer.from_pretrained(out)
+    assert (exported.bos_token_id, exported.eos_token_id, exported.padding_side) == (0, 0, "left")
+    assert exported.model_max_length == 64
+    for text, want in zip(SAMPLES, load_tokenizer(str(path)).encode_batch(SAMPLES), strict=True):
+        assert exported(text)["input_ids"] == want
+        assert exported.decode(want) == text
+    assert not exported("").input_ids  # nothing is added: an evaluation harness then puts BOS = EOD alone before it
+    assert json.loads((out / "tokenizer_config.json").read_text())["add_bos_token"] is False
+    assert load_tokenizer(str(out)).eod_id == 0
+
+
+def test_bytes(tmp_path: Path) -> None:
+    assert tokenizer.write(config("bytes", eod=256), tmp_path, None).eos_id == 256
+    exported = AutoTokenizer.from_pretrained(tmp_path)
+    text = "".join(map(chr, range(1, 600)))
+    assert exported(text)["input_ids"] == list(text.encode())
+    assert exported.eos_token_id == 256
+    assert exported.decode(list(text.encode())) == text
+
+
+def test_sentencepiece(tmp_path: Path) -> None:
+    pytest.importorskip("google.protobuf")
+    import sentencepiece
+
+    for kind in ("bpe", "unigram"):
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(TEXT * 3), model_prefix=str(tmp_path / kind), vocab_size=340, model_type=kind,
+            byte_fallback=True, character_coverage=1.0, hard_vocab_limit=False, minloglevel=2,
+        )  # fmt: skip
+        out = tmp_path / f"out-{kind}"
+        out.mkdir()
+        assert tokenizer.write(config(str(tmp_path / f"{kind}.model")), out, None).eos_id == 2
+        exported = AutoTokenizer.from_pretrained(out)
+        mine = load_tokenizer(str(tmp_path / f"{kind}.model"))
+        for line in TEXT[:3]:
+            assert exported(line)["input_ids"] == mine.encode_batch([line])[0]
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="data.tokenizer of the checkpoint: .*gone.json.* say 'none' to go without"):
+        tokenizer.write(config("gone.json"), tmp_path, None)
+    assert tokenizer.write(config("gone.json", eod=3), tmp_path, "none") == tokenizer.TokenizerFiles(None, 3)
+    assert not any(tmp_path.iterdir())
+    path = bpe(tmp_path, False)
+    with pytest.raises(UserError, match="vocabulary has 100; name the tokenizer that the model was trained with"):
+        tokenizer.write(config(str(path), vocab=100), tmp_path, None)
+    out = tmp_path / "out"
+    out.mkdir()
+    with pytest.raises(UserError, match="no token of id 599"):
+        tokenizer.write(config(str(path), eod=599), out, None)

@@ -1,0 +1,75 @@
+"""Text from checkpoints and exports: the same from both, with and without cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megaponder.errors import UserError
+from megaponder.export.to_hf import export
+from megaponder.inference.generate import generate
+from tests.export import checkpoints
+
+PROMPTS = ["The quick", "", "é"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A ponderlm checkpoint over bytes."""
+    folder = tmp_path_factory.mktemp("generate")
+    data = {"tokenizer": "bytes", "eod_id": 256}
+    checkpoints.make("pythia", "ponderlm", folder / "run", data=data, vocab_size=257)
+    export(folder / "run", folder / "hf")
+    return folder
+
+
+def test_checkpoint_equals_export(run: Path) -> None:
+    greedy = dict(max_new_tokens=8, temperature=0.0)
+    want = generate(run / "run", PROMPTS, **greedy)
+    assert [g.prompt for g in want] == PROMPTS and all(1 <= g.tokens <= 8 for g in want)
+    assert generate(run / "hf", PROMPTS, **greedy) == want
+    assert generate(run / "run" / "checkpoints" / "step_00000000", PROMPTS, use_cache=False, **greedy) == want
+    assert [generate(run / "run", [p], **greedy)[0] for p in PROMPTS] == want  # padding changes nothing
+
+
+def test_sampling_follows_the_seed(run: Path) -> None:
+    sample = dict(max_new_tokens=8, temperature=1.0, top_p=0.9)
+    first = generate(run / "run", ["The"], seed=1, **sample)
+    assert generate(run / "hf", ["The"], seed=1, **sample) == first
+    assert any(generate(run / "run", ["The"], seed=s, **sample) != first for s in range(2, 6))
+    assert generate(run / "run", ["The"], seed=3, top_k=1, max_new_tokens=8) == generate(
+        run / "run", ["The"], temperature=0.0, max_new_tokens=8
+    )
+
+
+def test_end_of_document_ends_the_text(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megaponder.inference import generate as module
+
+    loaded = module.load(run / "run")
+    with torch.no_grad():
+        loaded.model.lm_head.weight[256] = 100 * loaded.model.model.norm.bias + loaded.model.lm_head.weight[256]
+        loaded.model.model.norm.bias *= 50
+    monkeypatch.setattr(module, "load", lambda *a: loaded)
+    (result,) = generate(run / "run", ["a"], max_new_tokens=8, temperature=0.0)
+    assert result.ended and result.tokens == 1 and result.text == ""
+
+
+@pytest.mark.parametrize(
+    "change,words",
+    [
+        ({"temperature": -1.0}, "temperature = -1.0"),
+        ({"top_p": 0.0}, "top_p = 0.0"),
+        ({"top_k": -1}, "top_k = -1"),
+        ({"max_new_tokens": 0}, "max_new_tokens = 0"),
+        ({"max_new_tokens": 60}, "longest sequence of 64; ask for at most 54"),
+        ({"prompts": []}, "there is no prompt"),
+        ({"tokenizer": "none"}, "names no tokenizer"),
+        ({"source": "nowhere"}, "nowhere"),
+    ],
+)
+def test_mistakes(run: Path, change: dict[str, object], words: str) -> None:
+    call = {"source": run / "run", "prompts": ["0123456789"], **change}
+    with pytest.raises(UserError, match=words):
+        generate(**call)  # type: ignore[arg-type]
