@@ -1,0 +1,25 @@
+"""Transformer Engine's layers against PyTorch's: same weights, same loss and gradients up to BF16 rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import run_workers
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+CASES = [("pythia", "ponderlm", {"steps": 2}), ("llama", "loop", {"extra_passes": 2}), ("gpt2", "vanilla", {})]
+
+
+@pytest.mark.parametrize(("family", "method", "options"), CASES)
+def test_te_is_as_near_to_fp32_as_pytorch_is(family: str, method: str, options: dict[str, Any]) -> None:
+    pytest.importorskip("transformer_engine")
+    args = {"family": family, "method": method, "options": options}
+    got = run_workers("tests.gpu.workers:compare_implementations", 1, args=args)[0]
+    print(got)
+    assert got["params"]["te"] == got["params"]["fp32"]
+    assert got["loss"]["te"] == pytest.approx(got["loss"]["fp32"], rel=1e-2)
+    assert 0 < got["error"]["local"] and got["error"]["te"] < max(1.5 * got["error"]["local"], 2e-2)

@@ -1,0 +1,111 @@
+"""The engine against float64 oracles and against the official code's numbers: logits, loss and every gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megaponder.config.schema import ModelConfig, RunConfig
+from megaponder.engine import cpu
+from tests.net import official
+from tests.net.cases import CASES, LAYOUTS, LENGTH, VOCAB, Case, run_config
+from tests.oracles.reference import Oracle
+from tests.tolerance import RTOL
+
+cpu.install()
+
+from megaponder.data.batch import MicroBatch  # noqa: E402
+from megaponder.engine import groups  # noqa: E402
+from megaponder.engine.build import build_engine  # noqa: E402
+from megaponder.ponder.settings import embedding_scale, method_of  # noqa: E402
+
+ODD = {
+    "llama-gqa-theta-eps": Case("llama", "ponderlm", {"steps": 2}, {"num_kv_heads": 1, "rotary_base": 5e5, "norm_eps": 0.1}),
+    "pythia-sequential-rotary1": Case("pythia", "loop", {"extra_passes": 1}, {"parallel_residual": False, "rotary_fraction": 1.0}),
+    "pythia-tied-topk": Case("pythia", "ponderlm", {"steps": 2, "topk": 9}, {"tie_embeddings": True}),
+    "llama-xs": Case("llama", "ponderlm", {"steps": 3, "multiply_by_steps": True}),
+    "pythia-pause": Case("pythia", "pause", {"pauses": 1, "pause_token_id": 3}),
+}
+ORACLE_CASES = {k: v for k, v in CASES.items() if v.method != "sink"} | ODD
+
+
+def _relative(ours: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((ours.double() - reference.double()).abs().max() / reference.abs().max().clamp(min=1e-12))
+
+
+def _batch() -> MicroBatch:
+    draw = torch.Generator().manual_seed(3)
+    text = torch.randint(0, VOCAB, (2, LENGTH + 1), generator=draw)
+    mask = torch.ones(2, LENGTH)
+    mask[1, 7:] = 0
+    return MicroBatch(text[:, :-1], text[:, 1:], mask)
+
+
+@pytest.mark.parametrize("name", list(ORACLE_CASES))
+def test_float64_oracle(name: str) -> None:
+    case = ORACLE_CASES[name]
+    cfg = run_config(case, LAYOUTS["one-batch1"])
+    method = method_of(cfg)
+    engine = build_engine(cfg, method, groups.init(cfg))
+    with torch.no_grad():
+        for i, parameter in enumerate(engine.stage.parameters()):
+            if parameter.dim() == 1:
+                parameter += 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
+    batch, weights = _batch(), dict(engine.stage.named_parameters())
+    oracle = Oracle(weights, cfg.model, embedding_scale(cfg, method))
+    expected = torch.stack([oracle.logits(ids, case.method, case.options) for ids in batch.ids_bn])
+    assert _relative(engine.logits(batch.ids_bn), expected.detach()) < RTOL
+    engine.zero_grad()
+    out = engine.forward_backward([batch], 0, train=True)
+    loss, grads = oracle.loss_and_gradients(batch.ids_bn, batch.labels_bn, batch.loss_mask_bn, case.method, case.options)
+    assert out.loss == pytest.approx(float(loss), rel=RTOL)
+    for key, grad in grads.items():
+        assert float(grad.abs().max()) > 0, key
+        assert _relative(weights[key].main_grad, grad) < RTOL, key
+
+
+OFFICIAL = {
+    "llama_loop_R3": ("llama", "loop", {"extra_passes": 3}),
+    "llama_pause_M2": ("llama", "pause", {"pauses": 2, "pause_token_id": 93}),
+    "neox_ponderlm1_S3": ("pythia", "ponderlm", {"steps": 3}),
+}
+
+
+def _official_config(family: str, method: str, options: dict[str, Any]) -> RunConfig:
+    llama = family == "llama"
+    cfg = RunConfig(
+        model=ModelConfig(
+            family=family, num_layers=3, hidden_size=32, num_heads=4, num_kv_heads=4, ffn_size=48 if llama else 128,
+            vocab_size=96, vocab_multiple=32, max_positions=64, norm_eps=1e-5, rotary_fraction=1.0 if llama else 0.5,
+            rotary_base=1e4, parallel_residual=not llama, tie_embeddings=False,
+        )  # fmt: skip
+    )
+    cfg.ponder.method, cfg.ponder.options, cfg.data.sequence_length = method, options, 12
+    return cfg
+
+
+@pytest.mark.parametrize("name", list(OFFICIAL))
+def test_official_numbers(name: str) -> None:
+    family, method, options = OFFICIAL[name]
+    fixture = official.load(name)
+    convert = official.llama_to_stage if family == "llama" else official.neox_to_stage
+    part = {x: convert({k[2:]: v for k, v in fixture.items() if k.startswith(f"{x}/")}, 3, 4) for x in "wg"}
+    cfg = _official_config(family, method, options)
+    engine = build_engine(cfg, method_of(cfg), groups.init(cfg))
+    weights = dict(engine.stage.named_parameters())
+    assert set(weights) == set(part["w"])
+    with torch.no_grad():
+        for key, parameter in weights.items():
+            parameter.copy_(part["w"][key])
+    assert _relative(engine.logits(fixture["ids"]), fixture["logits"]) < RTOL
+    ids = fixture["ids"]
+    mask = torch.ones(ids.shape)
+    mask[:, -1] = 0  # the official loss shifts the labels, so the last position has none
+    engine.zero_grad()
+    out = engine.forward_backward([MicroBatch(ids, ids.roll(-1, dims=1), mask)], 0, train=True)
+    assert out.loss == pytest.approx(float(np.asarray(fixture["loss"])), rel=RTOL)
+    for key, grad in part["g"].items():
+        assert _relative(weights[key].main_grad, grad) < RTOL, key

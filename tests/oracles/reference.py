@@ -1,0 +1,120 @@
+"""Float64 models of each family and method on a stage's weights (one-process names), one sequence at a time.
+
+Plain matrix algebra, no code of megaponder or megatron-core: x [rows, H], positions [rows].
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Weights = dict[str, Tensor]
+
+
+class Oracle:
+    """`weights` by name; `m` has family, num_layers, num_heads, num_kv_heads, norm_eps, rotary_*, vocab_size, ..."""
+
+    def __init__(self, weights: Weights, m: Any, scale: float):
+        self.w = {k: v.detach().double().requires_grad_() for k, v in weights.items()}
+        self.m, self.scale = m, scale
+        self.table = self.w["embedding.word_embeddings.weight"][: m.vocab_size]
+        self.head = self.table if m.tie_embeddings else self.w["output_layer.weight"][: m.vocab_size]
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        weight = self.w[f"{name}.weight"]
+        if self.m.family == "llama":
+            return x / (x.pow(2).mean(-1, keepdim=True) + self.m.norm_eps).sqrt() * weight
+        return F.layer_norm(x, x.shape[-1:], weight, self.w[f"{name}.bias"], self.m.norm_eps)
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self.w[f"{name}.weight"], self.w.get(f"{name}.bias"))
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [rows, heads, d]: the first rotary_fraction of d turns, in halves."""
+        if self.m.family == "gpt2":
+            return x
+        width = int(x.shape[-1] * self.m.rotary_fraction)
+        turned, rest = x[..., :width], x[..., width:]
+        frequency = self.m.rotary_base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+        angle = positions.double()[:, None, None] * frequency
+        a, b = turned.chunk(2, dim=-1)
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), rest], dim=-1)
+
+    def attention(self, x: Tensor, positions: Tensor, name: str) -> Tensor:
+        rows, m = x.shape[0], self.m
+        per_group = m.num_heads // m.num_kv_heads
+        qkv = self.linear(x, f"{name}.linear_qkv").view(rows, m.num_kv_heads, per_group + 2, -1)
+        d = qkv.shape[-1]
+        q = self.rotate(qkv[:, :, :per_group].reshape(rows, m.num_heads, d), positions)
+        k = self.rotate(qkv[:, :, per_group], positions).repeat_interleave(per_group, dim=1)
+        v = qkv[:, :, per_group + 1].repeat_interleave(per_group, dim=1)
+        logits = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(d)
+        hidden = torch.ones(rows, rows, dtype=torch.bool).triu(1)
+        p = logits.masked_fill(hidden, -math.inf).softmax(-1)
+        return self.linear(torch.einsum("hij,jhd->ihd", p, v).reshape(rows, -1), f"{name}.linear_proj")
+
+    def mlp(self, x: Tensor, name: str) -> Tensor:
+        x = self.linear(x, f"{name}.linear_fc1")
+        if self.m.family == "llama":
+            gate, up = x.chunk(2, dim=-1)
+            x = F.silu(gate) * up
+        else:
+            x = F.gelu(x, approximate="tanh" if self.m.family == "gpt2" else "none")
+        return self.linear(x, f"{name}.linear_fc2")
+
+    def stack(self, x: Tensor, positions: Tensor) -> Tensor:
+        for i in range(self.m.num_layers):
+            at = f"decoder.layers.{i}"
+            attended = self.attention(self.norm(x, f"{at}.input_layernorm"), positions, f"{at}.self_attention")
+            if self.m.parallel_residual:
+                x = x + attended + self.mlp(self.norm(x, f"{at}.pre_mlp_layernorm"), f"{at}.mlp")
+            else:
+                x = x + attended
+                x = x + self.mlp(self.norm(x, f"{at}.pre_mlp_layernorm"), f"{at}.mlp")
+        return x
+
+    def embed(self, ids: Tensor, positions: Tensor, factor: float = 1.0) -> Tensor:
+        x = factor * self.scale * self.table[ids]
+        if self.m.family == "gpt2":
+            x = x + self.w["embedding.position_embeddings.weight"][positions]
+        return x
+
+    def logits(self, ids: Tensor, method: str, options: dict[str, Any]) -> Tensor:
+        """[n, vocab_size] of a sequence [n]."""
+        positions = torch.arange(len(ids))
+        if method == "pause":
+            pauses = torch.full((len(ids), options["pauses"]), options["pause_token_id"])
+            slots = options["pauses"] + 1
+            ids = torch.cat([ids[:, None], pauses], dim=1).flatten()
+            positions = positions.repeat_interleave(slots)
+            x = self.stack(self.embed(ids, positions), positions)[slots - 1 :: slots]
+        elif method == "ponderlm":
+            steps, topk = options["steps"], options.get("topk", 0)
+            x = self.embed(ids, positions, steps if options.get("multiply_by_steps") else 1.0)
+            for _ in range(steps):
+                z = self.norm(self.stack(x, positions), "final_norm") @ self.head.T
+                if topk:
+                    z = z.masked_fill(z < z.topk(topk).values[:, -1:], -math.inf)
+                x = x + z.softmax(-1) @ (self.scale * self.table)
+            x = self.stack(x, positions)
+        else:
+            x = self.embed(ids, positions)
+            for _ in range(1 + options.get("extra_passes", 0)):
+                x = self.stack(x, positions)
+        return self.norm(x, "final_norm") @ self.head.T
+
+    def loss_and_gradients(
+        self, ids_bn: Tensor, labels_bn: Tensor, mask_bn: Tensor, method: str, options: dict[str, Any]
+    ) -> tuple[Tensor, Weights]:
+        """Mean cross entropy over the valid targets of the batch, and the gradient of every weight."""
+        total = torch.zeros((), dtype=torch.float64)
+        for ids, labels, mask in zip(ids_bn, labels_bn, mask_bn, strict=True):
+            losses = F.cross_entropy(self.logits(ids, method, options), labels, reduction="none")
+            total = total + (losses * mask).sum()
+        loss = total / mask_bn.sum()
+        grads = torch.autograd.grad(loss, list(self.w.values()), allow_unused=True)
+        return loss.detach(), {k: torch.zeros_like(v) if g is None else g for (k, v), g in zip(self.w.items(), grads, strict=True)}
