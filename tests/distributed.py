@@ -9,6 +9,7 @@ one process that has imported torch and megatron-core, which saves each of them 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import json
 import os
@@ -90,6 +91,8 @@ class Workers:
             if any(codes):
                 deadline = min(deadline, time.monotonic() + 10)
             if time.monotonic() > deadline:
+                self.signal(signal.SIGUSR1)  # makes each of them print where it is
+                time.sleep(0.5)
                 self.kill()
                 raise AssertionError(f"{self.target}: exit codes {codes} at the time limit\n{self.output()}")
             time.sleep(0.05)
@@ -153,13 +156,14 @@ class Zygote:
 
 def _serve() -> None:
     """The zygote: answer questions from standard input until it ends."""
-    import torch.distributed.checkpoint  # noqa: F401
+    if not Path("/dev/nvidiactl").exists():  # a process that has touched CUDA cannot be forked
+        import torch.distributed.checkpoint  # noqa: F401
 
-    from megaponder.engine import cpu
+        from megaponder.engine import cpu
 
-    cpu.install()
-    import megatron.core.dist_checkpointing
-    import megatron.core.optimizer  # noqa: F401
+        cpu.install()
+        import megatron.core.dist_checkpointing
+        import megatron.core.optimizer  # noqa: F401
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -194,6 +198,7 @@ def _become_worker(folder: Path, rank: int, env: dict[str, str]) -> None:
         os.dup2(nothing, 0)
         os.dup2(out, 1)
         os.dup2(out, 2)
+        faulthandler.register(signal.SIGUSR1, file=out)
         os.environ.update(env)
         target, args = pickle.loads((folder / "call.pkl").read_bytes())
         module, function = target.split(":")

@@ -47,7 +47,7 @@ class Saver:
         """Start (asynchronous) or complete the checkpoint of `state`; one that is pending is completed first."""
         self.wait()
         path = folder.temporary(self.root, state.step)
-        self._on_first_rank(lambda: self._prepare(path, state))
+        self._on_first_rank(lambda: folder.begin(self.root, state.step))
         results.use(path / f".results-{dist.get_rank()}")
         request = dist_checkpointing.save(
             self._tensors(), str(path), self._strategy, async_sharded_save=True, content_metadata=None
@@ -55,7 +55,7 @@ class Saver:
         assert request is not None
         if request.async_fn is not None:
             request = request._replace(async_fn=partial(_write, request.async_fn, path, dist.get_rank()))
-        request.add_finalize_fn(lambda: self._on_first_rank(lambda: self._publish(state.step)))
+        request.add_finalize_fn(lambda: self._on_first_rank(lambda: self._publish(path, state)))
         self.newest = state.step
         with _in_a_sentence(path):
             if self.options.asynchronous:
@@ -81,17 +81,13 @@ class Saver:
         optimizer = moments.sharded_state(self.optimizer, model, model_state.metadata(), loading=False, masters=masters)
         return {"model": model, "optimizer": optimizer, "random": rng.sharded_state()}
 
-    def _prepare(self, path: Path, state: TrainState) -> None:
-        folder.begin(self.root, state.step)
+    def _publish(self, path: Path, state: TrainState) -> None:
         dump(self.cfg, path / CONFIG)
         save_state(path, state, Contents(moments.has_masters(self.stage.parameters()), model_state.layout()))
-
-    def _publish(self, step: int) -> None:
-        path = folder.publish(self.root, step)
-        log.info("saved %s", path)
+        log.info("saved %s", folder.publish(self.root, state.step))
         folder.retain(self.root, self.options.keep_last, self.options.keep_every)
 
-    def _on_first_rank(self, action: Callable[[], None]) -> None:
+    def _on_first_rank(self, action: Callable[[], object]) -> None:
         """Run on one rank; all ranks fail together, with its reason."""
         reason: list[str | None] = [None]
         if dist.get_rank() == 0:

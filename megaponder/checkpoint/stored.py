@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import torch
@@ -45,5 +46,7 @@ def module_name(name: str) -> str:
 def read(path: Path, names: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
     """Whole tensors on the CPU."""
     state = {name: torch.empty(m.size, dtype=m.properties.dtype) for name, m in names.items()}
-    dcp.load(state, storage_reader=dcp.FileSystemReader(str(path)), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "assuming the intent is to load in a single process": it is
+        dcp.load(state, storage_reader=dcp.FileSystemReader(str(path)), no_dist=True)
     return state

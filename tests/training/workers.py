@@ -3,87 +3,143 @@
 from __future__ import annotations
 
 import os
-import signal
-from pathlib import Path
 from typing import Any
 
 from megaponder.config.load import from_mapping
 from megaponder.config.schema import RunConfig
+from megaponder.errors import UserError
 
-MODEL = {
-    "family": "llama", "num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 90,
-    "vocab_multiple": 16, "tie_embeddings": True,
+SECTIONS: dict[str, dict[str, Any]] = {
+    "model": {
+        "family": "llama", "num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 90,
+        "vocab_multiple": 16, "tie_embeddings": True,
+    },
+    "ponder": {"method": "loop", "options": {}},
+    "data": {"sequence_length": 16, "eod_id": 0},
+    "optimizer": {"lr": 1e-2},
+    "schedule": {"warmup_fraction": 0.2},
+    "train": {"steps": 8, "global_batch": 4, "micro_batch": 1, "eval_every": 4, "eval_batches": 2},
+    "checkpoint": {"every": 3, "keep_last": 10},
+    "logging": {"every": 1, "tensorboard": False},
 }  # fmt: skip
 
 
 def config(run: str, data: str, **changes: Any) -> RunConfig:
-    """A tiny run on the dataset at `data`; `changes` are dotted names with __ for the dot."""
-    values: dict[str, Any] = {
-        "run": run,
-        "model": dict(MODEL),
-        "ponder": {"method": "loop", "options": {}},
-        "data": {"train": [data], "sequence_length": 16, "split": "80,20,0", "loss_mask": "ignore_eod_target"},
-        "optimizer": {"lr": 1e-2},
-        "schedule": {"warmup_fraction": 0.2},
-        "train": {"steps": 8, "global_batch": 4, "micro_batch": 1, "eval_every": 4, "eval_batches": 1},
-        "checkpoint": {"every": 3},
-        "logging": {"every": 1, "tensorboard": False},
-    }
+    """A tiny run on the datasets <data>/train and <data>/valid; `changes` are dotted names with __ for the dot."""
+    values: dict[str, Any] = {"run": run} | {name: dict(fields) for name, fields in SECTIONS.items()}
+    values["data"] |= {"train": [f"{data}/train"], "valid": [f"{data}/valid"]}
     for name, value in changes.items():
         section, _, field = name.partition("__")
-        values[section] = values[section] | {field: value} if field else value
+        values.setdefault(section, {})[field] = value
     return from_mapping(values)
 
 
-def run_train(run: str, data: str, **changes: Any) -> None:
+def run_train(**job: Any) -> None:
     """Train once."""
     from megaponder.training.loop import train
 
-    train(config(run, data, **changes))
+    train(config(**job))
 
 
 def run_many(jobs: list[dict[str, Any]]) -> None:
-    """Train several runs one after another: one start of the workers for all of them."""
+    """Train several runs one after another: one start of the workers for all of them.
+
+    It does what `train` does but leaves the world's process group in place, which starts only once in a process.
+    """
+    from megaponder.engine import groups as process_groups
+    from megaponder.training import setup
+
     for job in jobs:
-        run_train(**job)
+        print(f"== {job['run']}", flush=True)
+        cfg = setup.complete(config(**job))
+        groups = process_groups.init(cfg)
+        from megaponder.training.run import run
+
+        run(cfg, groups)
 
 
-def run_and_signal(run: str, data: str, at_step: int, number: int, rank: int, **changes: Any) -> None:
-    """Train, and let one rank get a signal in the middle of a step."""
+def refusals(jobs: list[dict[str, Any]]) -> list[str]:
+    """The sentence of each job's UserError; empty for one that trains."""
+    sentences = []
+    for job in jobs:
+        try:
+            run_train(**job)
+            sentences.append("")
+        except UserError as error:
+            sentences.append(str(error))
+    return sentences
+
+
+def _before_step(at_step: int, action: Any) -> None:
+    """Let `action(engine)` happen right before a step's computation."""
     from megaponder.training import run as module
 
     original = module.optimizer_step
 
-    def step_with_signal(engine: Any, optimizer: Any, batches: Any, step: int) -> Any:
-        if step == at_step and int(os.environ["RANK"]) == rank:
-            os.kill(os.getpid(), number)
+    def wrapped(engine: Any, optimizer: Any, batches: Any, step: int) -> Any:
+        if step == at_step:
+            action(engine)
         return original(engine, optimizer, batches, step)
 
-    module.optimizer_step = step_with_signal
-    run_train(run, data, **changes)
+    module.optimizer_step = wrapped
 
 
-def run_with_nan(run: str, data: str, at_step: int, **changes: Any) -> str:
-    """Train with weights that turn into NaN before a step; returns the error's sentence."""
+def run_and_signal(at_step: int, number: int, rank: int, **job: Any) -> None:
+    """Train, and let one rank get a signal inside a step."""
+    if int(os.environ["RANK"]) == rank:
+        _before_step(at_step, lambda _: os.kill(os.getpid(), number))
+    run_train(**job)
+
+
+def run_with_nan(at_step: int, **job: Any) -> list[str]:
+    """Train with weights that turn into NaN before a step; the error's sentence."""
     import torch
 
-    from megaponder.errors import UserError
-    from megaponder.training import run as module
+    def spoil(engine: Any) -> None:
+        with torch.no_grad():
+            next(engine.stage.parameters()).fill_(float("nan"))
 
-    original = module.optimizer_step
+    _before_step(at_step, spoil)
+    return refusals([job])
 
-    def spoiled(engine: Any, optimizer: Any, batches: Any, step: int) -> Any:
-        if step == at_step:
+
+def weights_of(checkpoint: str, **job: Any) -> dict[str, Any]:
+    """State dict of a one-process model after a weights-only load."""
+    from pathlib import Path
+
+    from megaponder.engine import groups as process_groups
+    from megaponder.training import setup
+
+    cfg = setup.complete(config(**job))
+    groups = process_groups.init(cfg)
+    from megaponder.checkpoint import restore
+    from megaponder.engine.build import build_engine
+    from megaponder.ponder.settings import method_of
+
+    engine = build_engine(cfg, method_of(cfg), groups)
+    assert restore.load(Path(checkpoint), engine.stage) == []
+    return {n: t.clone() for n, t in engine.stage.state_dict().items() if t is not None}
+
+
+def spoil_after_async_save(at_step: int, **job: Any) -> None:
+    """Train, and right after an asynchronous save has begun overwrite all parameters and moments."""
+    import torch
+
+    from megaponder.checkpoint import moments
+    from megaponder.checkpoint.save import Saver
+
+    original = Saver.save
+
+    def save_and_spoil(self: Saver, state: Any) -> None:
+        original(self, state)
+        if state.step == at_step:
             with torch.no_grad():
-                next(engine.stage.parameters()).fill_(float("nan"))
-        return original(engine, optimizer, batches, step)
+                for part in moments.parts(self.optimizer):
+                    for tensors in part.optimizer.state.values():
+                        for tensor in tensors.values():
+                            tensor.fill_(7.0)
+                for parameter in self.stage.parameters():
+                    parameter.fill_(7.0)
 
-    module.optimizer_step = spoiled
-    try:
-        run_train(run, data, **changes)
-    except UserError as error:
-        return str(error)
-    return ""
-
-
-__all__ = ["Path", "run_and_signal", "run_many", "run_train", "run_with_nan", "signal"]
+    Saver.save = save_and_spoil  # type: ignore[method-assign]
+    run_train(**job)

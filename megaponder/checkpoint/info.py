@@ -1,0 +1,85 @@
+"""What `megaponder inspect` says of a checkpoint; reads no tensor data except to check it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaponder.checkpoint import manifest, stored
+from megaponder.checkpoint.state import CONFIG, STATE, load_state
+from megaponder.config.load import load_config
+from megaponder.errors import UserError
+
+_PARTS = (
+    ("embedding.", "embedding"), ("output_layer.", "head"), ("final_norm.", "norms"), ("layernorm.", "norms"),
+    (".self_attention.", "attention"), (".mlp.", "mlp"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A checkpoint as it lies on disk."""
+
+    path: Path
+    step: int
+    sequences: int
+    tokens: int
+    layout: dict[str, int]
+    """Sizes of the layout that saved it: tensor, pipeline, data.  It loads at any other."""
+    model: str
+    """The model in a few words."""
+    method: str
+    """Pondering method and its options."""
+    parameters: dict[str, int]
+    """Numbers of parameters by part, without padding rows of the vocabulary."""
+    dtype: str
+    """Number format of the parameters."""
+    masters: bool
+    """Whether FP32 master weights are stored as well."""
+    bytes: int
+    """Size of all files; 0 if there is no manifest."""
+    damage: str | None
+    """Why it cannot be used; None if it is complete and whole."""
+
+    @property
+    def total(self) -> int:
+        """All parameters."""
+        return sum(self.parameters.values())
+
+
+def inspect_checkpoint(path: str | Path) -> CheckpointInfo:
+    """Describe the checkpoint folder `path`, also a damaged one; UserError if too little of it can be read."""
+    folder = Path(path)
+    if not (folder / STATE).is_file():
+        raise UserError(f"{folder} is not a checkpoint: it has no {STATE}.")
+    damage = manifest.damage(folder)
+    try:
+        state, contents = load_state(folder)
+        cfg = load_config(folder / CONFIG, [])
+        shapes = {stored.module_name(n): m for n, m in stored.parameters(folder).items()}
+    except (OSError, ValueError, KeyError, EOFError, UserError) as error:
+        raise UserError(f"Checkpoint {folder} cannot be read ({damage or error}).") from None
+    m, parts = cfg.model, dict.fromkeys(("embedding", "attention", "mlp", "norms", "head", "method"), 0)
+    for name, tensor in shapes.items():
+        rows = tensor.size
+        if name in ("embedding.word_embeddings.weight", "output_layer.weight") and m.vocab_size is not None:
+            rows = (min(m.vocab_size, rows[0]), *rows[1:])
+        parts[next((part for sign, part in _PARTS if sign in name), "method")] += math.prod(rows)
+    heads = f"{m.num_heads} heads, FFN {m.ffn_size}, vocabulary {m.vocab_size}"
+    options = ", ".join(f"{k}={v}" for k, v in cfg.ponder.options.items())
+    dtypes = {str(t.properties.dtype).removeprefix("torch.") for t in shapes.values()}
+    return CheckpointInfo(
+        path=folder,
+        step=state.step,
+        sequences=state.sequences,
+        tokens=state.tokens,
+        layout=contents.layout,
+        model=f"{m.preset or m.family} ({m.num_layers} layers, hidden {m.hidden_size}, {heads})",
+        method=cfg.ponder.method + (f" ({options})" if options else ""),
+        parameters={part: n for part, n in parts.items() if n},
+        dtype=", ".join(sorted(dtypes)),
+        masters=contents.masters,
+        bytes=manifest.size(folder) if (folder / manifest.MANIFEST).is_file() else 0,
+        damage=damage,
+    )

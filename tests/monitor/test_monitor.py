@@ -1,0 +1,128 @@
+"""Rows, rates and series: arithmetic by hand, and what a resume does to each of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from megaponder.config.schema import LoggingConfig, RunConfig, TrainConfig
+from megaponder.errors import ConfigError
+from megaponder.monitor import console, jsonl
+from megaponder.monitor.monitor import Monitor
+from megaponder.monitor.row import TAGS, Row
+from megaponder.monitor.throughput import Costs, Throughput
+from megaponder.monitor.trackers import WandB, run_id
+
+
+def test_rates_by_hand():
+    now = [100.0]
+    meter = Throughput(Costs(needed=3e9, executed=4e9, devices=4, peak_tflops=100.0), clock=lambda: now[0])
+    meter.restart(10, 1000)
+    now[0] += 2.5
+    meter.pause(0.5)  # an evaluation
+    rates = meter.rates(20, 9000)  # 8000 tokens in 2 s on 4 devices
+    assert rates["step_seconds"] == pytest.approx(0.2)
+    assert rates["tokens_per_second"] == pytest.approx(4000)
+    assert rates["tokens_per_second_per_device"] == pytest.approx(1000)
+    assert rates["tflops_per_device"] == pytest.approx(3.0)
+    assert rates["mfu"] == pytest.approx(0.03) and rates["hfu"] == pytest.approx(0.04)
+    now[0] += 1.0
+    assert meter.rates(21, 9100)["tokens_per_second"] == pytest.approx(100)
+
+
+def test_without_a_known_peak_no_utilisation_is_claimed():
+    costs = Costs(1e9, 1e9, 1, None)
+    rates = Throughput(costs).rates(1, 10)
+    assert "mfu" not in rates and "hfu" not in rates and "not shown" in costs.sentence()
+    row = Row(1, 1, 10, {"loss": 1.0} | rates)
+    assert "MFU" not in console.line(row, 10) and "tokens/s" in console.line(row, 10)
+
+
+def test_the_line():
+    values = {
+        "loss": 3.25, "grad_norm": 0.5, "learning_rate": 3e-4, "step_seconds": 2.0, "tokens_per_second": 12345.0,
+        "tokens_per_second_per_device": 12345.0, "tflops_per_device": 312.4, "mfu": 0.316, "hfu": 0.421,
+    }  # fmt: skip
+    assert console.line(Row(100, 800, 1_638_400, values), 2000) == (
+        "step  100/2000 | tokens 1.64M | loss 3.2500 | grad norm 0.500 | lr 3.00e-04 | tokens/s 12.35k | "
+        "TFLOP/s/device 312.4 | MFU 31.6 % HFU 42.1 % | ETA 1h03m"
+    )
+    assert console.duration(90061) == "1d01h" and console.duration(59.6) == "1m00s" and console.amount(7) == "7"
+
+
+def rows(steps) -> list[Row]:
+    return [Row(s, 2 * s, 20 * s, {"loss": 1 / s}, {"depth": 1.5}) for s in steps]
+
+
+def test_after_a_resume_the_series_is_one(tmp_path):
+    lines = jsonl.JsonLines(tmp_path)
+    for row in rows(range(1, 7)):
+        lines.write(row)
+    lines.close()
+    with (tmp_path / jsonl.NAME).open("a") as file:
+        file.write('{"step": 7, "lo')  # killed while writing
+    assert jsonl.rewind(tmp_path, 4) == 2
+    lines = jsonl.JsonLines(tmp_path)
+    for row in rows(range(5, 9)):
+        lines.write(row)
+    lines.close()
+    found = jsonl.read(tmp_path / jsonl.NAME)
+    assert [r["step"] for r in found] == list(range(1, 9)) and found[2]["ponder_depth"] == 1.5
+    assert [json.loads(t)["step"] for t in (tmp_path / jsonl.SUPERSEDED).read_text().splitlines()] == [5, 6]
+
+
+def test_a_lone_broken_line_does_not_spoil_the_first_row(tmp_path):
+    (tmp_path / jsonl.NAME).write_text('{"st')
+    assert jsonl.rewind(tmp_path, 0) == 0
+    jsonl.JsonLines(tmp_path).write(rows([1])[0])
+    assert [r["step"] for r in jsonl.read(tmp_path / jsonl.NAME)] == [1]
+
+
+def monitor(tmp_path, logs: bool = True, **logging) -> Monitor:
+    cfg = RunConfig(run=str(tmp_path), train=TrainConfig(steps=10), logging=LoggingConfig(**logging))
+    return Monitor(cfg, 10, Costs(1.0, 1.0, 1, None), logs)
+
+
+def test_tensorboard_has_the_names_and_hides_what_a_resume_repeats(tmp_path):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for begin, steps in ((0, range(1, 7)), (3, range(4, 9))):
+        m = monitor(tmp_path)
+        m.start(begin, 20 * begin)
+        for row in rows(steps):
+            m.write(row)
+        m.close()
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {"train/loss", "ponder/depth", "train/tokens"}
+    assert [e.step for e in events.Scalars("train/loss")] == list(range(1, 9))
+
+
+def test_ranks_that_do_not_log_write_nothing(tmp_path, capsys):
+    m = monitor(tmp_path, logs=False)
+    m.start(0, 0)
+    m.write(rows([1])[0])
+    m.close()
+    assert not list(tmp_path.iterdir()) and capsys.readouterr().out == ""
+
+
+def test_rows_are_due_at_the_interval_and_at_the_end(tmp_path):
+    m = monitor(tmp_path, every=4)
+    assert [s for s in range(1, 11) if m.due(s)] == [4, 8, 10]
+
+
+def test_every_value_has_a_name_for_the_trackers():
+    assert Row(1, 1, 1, dict.fromkeys(TAGS, 1.0)).tagged().keys() == set(TAGS.values())
+    with pytest.raises(KeyError):
+        Row(1, 1, 1, {"no such value": 1.0}).tagged()
+
+
+def test_the_run_id_is_made_once(tmp_path):
+    assert run_id(tmp_path) == run_id(tmp_path) != ""
+
+
+def test_wandb_is_named_when_it_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"logging\.wandb"):
+        WandB(tmp_path, RunConfig(logging=LoggingConfig(wandb="offline")))

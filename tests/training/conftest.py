@@ -1,0 +1,65 @@
+"""One uninterrupted run that every resumed one is compared with."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaponder.monitor.jsonl import read
+from tests.distributed import Workers
+from tests.training import datasets
+
+HERE = "tests.training.workers"
+
+
+@dataclass
+class Base:
+    """Folders of the uninterrupted run and its data; its first 3 steps (and every 3) end right at an epoch's edge."""
+
+    root: Path
+    output: str
+
+    @property
+    def data(self) -> str:
+        return str(self.root)
+
+    @property
+    def run(self) -> Path:
+        return self.root / "whole"
+
+    def copy(self, name: str, source: str = "whole", upto: int = 3) -> dict[str, Any]:
+        """A job that continues a copy of a run whose checkpoints beyond `upto` are gone."""
+        target = self.root / name
+        shutil.copytree(self.root / source, target)
+        for path in (target / "checkpoints").iterdir():
+            if int(path.name[5:]) > upto:
+                shutil.rmtree(path)
+        return {"run": str(target), "data": self.data}
+
+    def rows(self, name: str = "whole") -> dict[int, dict[str, Any]]:
+        """Metrics by step."""
+        rows = read(self.root / name / "metrics.jsonl")
+        assert [r["step"] for r in rows] == sorted({r["step"] for r in rows})
+        return {r["step"]: r for r in rows}
+
+
+def run(target: str, world: int, timeout: float = 90, **args: Any) -> tuple[list[Any], str]:
+    """Results and printed text of workers."""
+    workers = Workers(f"{HERE}:{target}", world, args)
+    try:
+        return workers.wait(timeout), "".join(workers.output(r) for r in range(world))
+    finally:
+        workers.kill()
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
+    root = tmp_path_factory.mktemp("training")
+    datasets.write(root / "train", tokens=12 * 16 + 1, seed=1)  # 12 sequences an epoch, 4 a step
+    datasets.write(root / "valid", tokens=200, seed=2)
+    _, output = run("run_train", 1, run=str(root / "whole"), data=str(root))
+    return Base(root, output)

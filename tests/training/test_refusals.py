@@ -1,0 +1,68 @@
+"""What stops a run, in words: damage, other models, NaN, and the options of resuming."""
+
+from __future__ import annotations
+
+import shutil
+
+from megaponder.checkpoint import folder
+from tests.training.conftest import Base, run
+
+
+def spoil(path) -> None:
+    shard = next(path.glob("*.distcp"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+
+
+def test_a_damaged_checkpoint_is_named_and_skipped(base: Base):
+    job = base.copy("damaged", upto=6)
+    spoil(folder.final(base.root / "damaged" / "checkpoints", 6))
+    _, output = run("run_train", 1, **job)
+    assert "Skipped checkpoint" in output and "step_00000006" in output and "CRC-32 differs" in output
+    assert f"Resuming from checkpoint {base.root}/damaged/checkpoints/step_00000003" in output
+    assert base.rows("damaged")[8]["loss"] == base.rows()[8]["loss"]
+
+
+def test_sentences_of_resuming(base: Base):
+    def job(name: str, **changes):
+        return {"run": str(base.root / name), "data": base.data, "train__steps": 2} | changes
+
+    all_damaged = base.copy("all-damaged")
+    spoil(folder.final(base.root / "all-damaged" / "checkpoints", 3))
+    checkpoint = str(folder.final(base.run / "checkpoints", 3))
+    vanilla = {"ponder__method": "vanilla", "checkpoint__load": checkpoint}
+    jobs = [
+        all_damaged,
+        job("must", checkpoint__resume="must"),
+        base.copy("never") | {"checkpoint__resume": "never"},
+        base.copy("other") | {"model__ffn_size": 64},
+        base.copy("longer") | {"data__sequence_length": 8, "train__steps": 4},
+        job("load-nothing", checkpoint__load=str(base.root / "nowhere")),
+        job("load", **vanilla),
+        job("load-other", model__num_layers=3, checkpoint__load=checkpoint),
+        job("untied", model__tie_embeddings=False, checkpoint__load=checkpoint),
+    ]
+    (found,), output = run("refusals", 1, jobs=jobs)
+    assert "is whole" in found[0] and "CRC-32 differs" in found[0] and "move them away" in found[0]
+    assert found[1].startswith("checkpoint.resume = 'must'")
+    assert found[2].startswith("checkpoint.resume = 'never'") and "earlier run" in found[2]
+    assert found[3].startswith("model.ffn_size = 64")
+    assert found[4] == "" and "Warning: data.sequence_length was 16" in output
+    assert found[5].startswith("checkpoint.load = ")
+    assert found[6] == "" and f"Starting from the weights of {checkpoint}." in output
+    assert "has no tensor decoder.layers.2" in found[7]
+    assert "has no tensor output_layer.weight" in found[8]
+    for name in ("all-damaged", "never"):
+        assert folder.published(base.root / name / "checkpoints"), "nothing that existed was touched"
+
+
+def test_nan_stops_the_run_and_leaves_checkpoints_alone(base: Base):
+    shutil.rmtree(base.root / "nan", ignore_errors=True)
+    job = {"run": str(base.root / "nan"), "data": base.data, "parallel__pipeline": 2}
+    found, _ = run("run_with_nan", 2, at_step=5, **job)
+    assert found[0] == found[1] and found[0][0].startswith("Step 5: the loss is nan")
+    assert list(folder.published(base.root / "nan" / "checkpoints")) == [3]
+    assert max(base.rows("nan")) == 4
+    run("run_train", 2, **job)
+    assert abs(base.rows("nan")[8]["loss"] - base.rows()[8]["loss"]) < 1e-4

@@ -1,0 +1,183 @@
+"""Resume = never stopped: on the same layout to the bit, on every other one to fp32 tolerance."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from megaponder.checkpoint import folder, manifest, stored
+from megaponder.checkpoint.weights import load_weights
+from tests.distributed import Workers
+from tests.tolerance import ATOL, RTOL
+from tests.training.conftest import HERE, Base, run
+
+SERIES = ("loss", "grad_norm", "validation_loss", "learning_rate", "sequences", "tokens")
+
+# name -> changes; all of them on two processes, from a checkpoint that one process wrote
+LAYOUTS: dict[str, dict[str, object]] = {
+    "tp2": {"parallel__tensor": 2},
+    "tp2-sp": {"parallel__tensor": 2, "parallel__sequence": True},
+    "pp2": {"parallel__pipeline": 2},
+    "dp2": {},
+    "dp2-async": {"checkpoint__asynchronous": True},
+    "dp2-distopt": {"parallel__distributed_optimizer": True},
+    "dp2-distopt-overlap-async": {
+        "parallel__distributed_optimizer": True,
+        "parallel__overlap_grad_reduce": True,
+        "parallel__overlap_param_gather": True,
+        "checkpoint__asynchronous": True,
+    },
+}
+
+
+def series(rows: dict[int, dict], steps: range = range(1, 9)) -> dict[str, list[float]]:
+    return {name: [rows[s][name] for s in steps if name in rows[s]] for name in SERIES}
+
+
+def assert_overlays(base: Base, name: str, exact: bool = False) -> None:
+    want, got = series(base.rows()), series(base.rows(name))
+    for key in SERIES:
+        if exact:
+            assert got[key] == want[key], key
+        else:
+            np.testing.assert_allclose(got[key], want[key], RTOL, ATOL, err_msg=f"{name}: {key}")
+
+
+def test_the_uninterrupted_run_is_what_the_others_rely_on(base: Base):
+    rows = base.rows()
+    assert list(rows) == list(range(1, 9)) and rows[8]["sequences"] == 32 and rows[8]["tokens"] == 512
+    assert [s for s in rows if "validation_loss" in rows[s]] == [4, 8]
+    assert list(folder.published(base.run / "checkpoints")) == [8, 6, 3]
+    assert base.output.count("| loss ") == 8
+    assert (base.run / "config.yaml").is_file() and not (base.run / "lock.json").exists()
+
+
+def test_same_layout_is_exact_right_at_an_epochs_edge(base: Base):
+    jobs = [base.copy("same"), base.copy("same-late", upto=6) | {"checkpoint__asynchronous": True}]
+    _, output = run("run_many", 1, jobs=jobs)
+    for name in ("same", "same-late"):
+        assert_overlays(base, name, exact=True)
+    assert "Resuming from checkpoint" in output and "step_00000003" in output
+    assert "5 rows beyond step 3 were moved" in output
+    assert len((base.root / "same" / "metrics.superseded.jsonl").read_text().splitlines()) == 5
+    weights = [load_weights(base.root / n / "checkpoints" / "step_00000008")[1] for n in ("whole", "same", "same-late")]
+    for name, tensor in weights[0].items():
+        assert all((other[name] == tensor).all() for other in weights[1:]), name
+
+
+@pytest.fixture(scope="module")
+def resharded(base: Base) -> str:
+    """All layouts of LAYOUTS, continued from the one-process checkpoint of step 3; returns what they printed."""
+    return run("run_many", 2, jobs=[base.copy(n) | changes for n, changes in LAYOUTS.items()])[1]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_another_layout_continues_the_series(base: Base, resharded: str, name: str):
+    assert_overlays(base, name)
+    part = "".join(resharded.split("== ")[1:])
+    assert part.count("step 8/8") == len(LAYOUTS), "the loss is printed by exactly one rank of each layout"
+
+
+def test_one_process_continues_what_any_layout_saved(base: Base, resharded: str):
+    names = [f"back-from-{n}" for n in LAYOUTS]
+    run("run_many", 1, jobs=[base.copy(f"back-from-{n}", source=n, upto=6) for n in LAYOUTS])
+    for name in names:
+        assert_overlays(base, name)
+
+
+def test_bf16_keeps_its_master_weights(base: Base):
+    bf16 = {"precision__dtype": "bf16"}
+    run("run_many", 1, jobs=[{"run": str(base.root / "bf16"), "data": base.data} | bf16])
+    run("run_many", 1, jobs=[base.copy("bf16-same", source="bf16") | bf16])
+    assert series(base.rows("bf16-same")) == series(base.rows("bf16"))
+    distributed = bf16 | {"parallel__distributed_optimizer": True}
+    run("run_many", 2, jobs=[base.copy("bf16-distopt", source="bf16") | distributed])
+    run("run_many", 1, jobs=[base.copy("bf16-back", source="bf16-distopt", upto=6) | bf16])
+    for name in ("bf16-distopt", "bf16-back"):  # sums in another order, rounded to 8 bits
+        np.testing.assert_allclose(
+            series(base.rows(name))["loss"], series(base.rows("bf16"))["loss"], rtol=2e-3, err_msg=name
+        )
+
+
+def test_weights_load_without_a_launcher_from_any_layout(base: Base, resharded: str):
+    cfg, whole = load_weights(base.run)
+    assert cfg.model.num_layers == 2 and cfg.run == str(base.run)
+    own = run("weights_of", 1, checkpoint=str(base.run / "checkpoints" / "step_00000008"), run="x", data=base.data)[0][
+        0
+    ]
+    assert set(own) == set(whole)
+    for name, tensor in own.items():
+        assert (tensor == whole[name]).all(), name
+    for layout in ("tp2", "pp2", "dp2-distopt"):
+        _, other = load_weights(base.root / layout / "checkpoints" / "step_00000008")
+        assert set(other) == set(whole)
+        for name, tensor in whole.items():
+            np.testing.assert_allclose(other[name], tensor, rtol=1e-3, atol=1e-5, err_msg=f"{layout}: {name}")
+
+
+def everything(path) -> dict[str, np.ndarray]:
+    """All tensors of a checkpoint but the random states."""
+    names = {n: m for n, m in stored.tensors(path).items() if not n.startswith("random.")}
+    return {n: t.float().numpy() for n, t in stored.read(path, names).items()}
+
+
+def test_every_moment_survives_every_layout(base: Base, resharded: str):
+    whole = everything(folder.final(base.run / "checkpoints", 6))
+    assert sum(n.startswith("optimizer.state.exp_avg_sq.") for n in whole) == len(whole) // 3
+    for layout in LAYOUTS:
+        other = everything(folder.final(base.root / layout / "checkpoints", 6))
+        assert set(other) == set(whole), layout
+        for name, tensor in whole.items():
+            np.testing.assert_allclose(other[name], tensor, rtol=1e-3, atol=1e-5, err_msg=f"{layout}: {name}")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_asynchronous_save_is_a_copy(base: Base, world: int):
+    name = f"copy-{world}"
+    job = {"run": str(base.root / name), "data": base.data, "train__steps": 4, "checkpoint__asynchronous": True}
+    job |= {"parallel__distributed_optimizer": True} if world == 2 else {}
+    job |= {"schedule__warmup_fraction": 0.4, "schedule__kind": "constant"}
+    run("spoil_after_async_save", world, at_step=3, **job)
+    clean = job | {"run": str(base.root / f"clean-{world}"), "checkpoint__asynchronous": False}
+    run("run_train", world, **clean)
+    saved, want = (everything(folder.final(base.root / f"{n}-{world}" / "checkpoints", 3)) for n in ("copy", "clean"))
+    for key, tensor in want.items():
+        np.testing.assert_array_equal(saved[key], tensor, err_msg=key)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_kill_9_at_any_moment_loses_no_whole_checkpoint(base: Base, world: int):
+    dice, name = random.Random(world), f"killed-{world}"
+    options: dict[str, object] = {"checkpoint__every": 1, "checkpoint__asynchronous": world == 2}
+    options |= {"parallel__distributed_optimizer": True} if world == 2 else {}
+    job = {"run": str(base.root / name), "data": base.data} | options
+    root, reached = base.root / name / "checkpoints", 0
+    for kill in range(4):
+        workers = Workers(f"{HERE}:run_train", world, job)
+        deadline = time.monotonic() + 200
+        while max(folder.published(root), default=0) < min(7, reached + kill % 2) and time.monotonic() < deadline:
+            time.sleep(0.005)  # wait for a step, every second time; otherwise strike while starting
+        time.sleep(dice.uniform(0, 0.5))
+        workers.kill()
+        found = folder.published(root)
+        assert all(manifest.damage(p) is None for p in found.values())
+        assert max(found, default=0) >= reached, "a published checkpoint is never lost"
+        reached = max(found, default=0)
+    run("run_train", world, **job)
+    assert reached > 0
+    assert_overlays(base, name, exact=world == 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_one_rank_saves_and_stops_all(base: Base, number: int):
+    name = f"stopped-{number}"
+    job = {"run": str(base.root / name), "data": base.data, "parallel__pipeline": 2}
+    _, output = run("run_and_signal", 2, at_step=5, number=number, rank=0, **job)
+    assert f"Stopped by {signal.Signals(number).name} after step 5; it is saved." in output
+    assert list(folder.published(base.root / name / "checkpoints")) == [5, 3]
+    run("run_train", 2, **job)
+    assert_overlays(base, name)
