@@ -16,7 +16,7 @@ help: ## Show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "make %-8s %s\n", $$1, $$2}'
 
 demo: env ## Train, resume, export and sample a small pondering model on the CPU; result in demo-run/
-	$(BIN)/megaponder demo $(DEMO)
+	$(BIN)/megaponder demo --out $(DEMO)
 
 test: lint ## Lint, then all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)

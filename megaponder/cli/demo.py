@@ -21,9 +21,10 @@ What happens, in a few minutes on two cores and without any download:
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("demo", help=SUMMARY, description=SUMMARY, epilog=EPILOG)
     parser.add_argument("--out", default="demo-run", metavar="FOLDER", help="where everything goes (default demo-run)")
+    parser.add_argument("--quick", action="store_true", help="a dozen steps: shows that it works, not what it learns")
 
 
 def run(args: argparse.Namespace) -> int:
     from megaponder.demo.run import run_demo
 
-    return int(run_demo(args.out) or 0)
+    return run_demo(args.out, quick=args.quick)
