@@ -1,0 +1,128 @@
+"""FLOPs against numbers worked out by hand, outside this program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megaponder.config.load import from_mapping
+from megaponder.config.resolve import resolve
+from megaponder.config.schema import RunConfig
+from megaponder.plan.flops import attention_flops, mean_executed, mean_needed, step_flops
+from megaponder.ponder.settings import method_of
+
+
+def config(preset: str, method: str = "vanilla", recompute: str = "none", **options: Any) -> RunConfig:
+    return resolve(
+        from_mapping(
+            {
+                "model": {"preset": preset},
+                "ponder": {"method": method, "options": options},
+                "parallel": {"recompute": recompute},
+                "train": {"steps": 10},
+            }
+        )
+    )
+
+
+def forward(*args: Any, **options: Any) -> float:
+    cfg = config(*args, **options)
+    return step_flops(cfg, method_of(cfg)).forward / 1e9
+
+
+# GFLOP per token, forward, sequence 2048, vocabulary 50304, from
+#   lin = 2 L (4 H^2 + nm H F), att = 2 L H (n + 1), head = 2 V H
+# Pause was worked out with (M + 1)^2 att; the exact mean of visible keys is smaller by (M + 1) M / 2 keys a token.
+BY_HAND = [
+    ("llama-410m", "vanilla", {}, 0.811),
+    ("llama-410m", "loop", {"extra_passes": 3}, 2.934),
+    ("llama-410m", "pause", {"pauses": 3}, 4.143),
+    ("llama-410m", "ponderlm", {"steps": 3}, 3.553),
+    ("llama-410m", "ponderlm", {"steps": 3, "topk": 100}, 3.244),
+    ("llama-1.4b", "vanilla", {}, 2.836),
+    ("llama-1.4b", "loop", {"extra_passes": 3}, 10.726),
+    ("llama-1.4b", "pause", {"pauses": 3}, 13.143),
+    ("llama-1.4b", "ponderlm", {"steps": 3}, 11.962),
+    ("llama-1.4b", "ponderlm", {"steps": 3, "topk": 100}, 11.345),
+    ("pythia-70m", "vanilla", {}, 0.102),
+    ("pythia-70m", "loop", {"extra_passes": 3}, 0.253),
+    ("pythia-70m", "pause", {"pauses": 3}, 0.404),
+    ("pythia-70m", "ponderlm", {"steps": 3}, 0.562),
+    ("pythia-70m", "ponderlm", {"steps": 3, "topk": 100}, 0.408),
+    ("pythia-1.4b", "vanilla", {}, 2.823),
+    ("pythia-1.4b", "loop", {"extra_passes": 3}, 10.675),
+    ("pythia-1.4b", "ponderlm", {"steps": 3}, 11.912),
+]
+
+
+@pytest.mark.parametrize(("preset", "method", "options", "expected"), BY_HAND)
+def test_forward_flops_by_hand(preset: str, method: str, options: dict[str, Any], expected: float) -> None:
+    exact_pause = 0.0
+    if method == "pause":
+        cfg = config(preset, method, **options)
+        layers, hidden = cfg.model.num_layers or 0, cfg.model.hidden_size or 0
+        exact_pause = 4 * layers * hidden * 4 * 3 / 2 / 1e9  # 4 L H a key, 6 keys a token
+    assert forward(preset, method, **options) + exact_pause == pytest.approx(expected, abs=0.0006)
+
+
+def test_attention_counts_every_visible_key() -> None:
+    """By enumeration, on a small case: m rows a token, each row sees itself and all rows before it."""
+    cfg = config("llama-125m")
+    for tokens, slots in ((5, 1), (5, 3), (1, 4)):
+        keys = sum(row + 1 for row in range(tokens * slots))
+        assert attention_flops(cfg.model, tokens, slots) * tokens == pytest.approx(4 * 12 * 768 * keys)
+
+
+def test_passes_and_parts() -> None:
+    cfg = config("llama-410m", "ponderlm", steps=3)
+    passes = step_flops(cfg, method_of(cfg)).passes
+    assert [p.index for p in passes] == [0, 1, 2, 3]
+    assert [p.head > 0 for p in passes] == [False, False, False, True]
+    assert [p.extra > 0 for p in passes] == [True, True, True, False]
+    assert passes[0].extra == 4 * 50304 * 1024  # logits and mixture of one step
+    assert sum(p.total for p in passes) == step_flops(cfg, method_of(cfg)).forward
+
+
+def test_grouped_query_attention_saves_projections_only() -> None:
+    cfg = config("llama-410m")
+    whole = step_flops(cfg, method_of(cfg)).passes[0]
+    cfg.model.num_kv_heads = 4
+    grouped = step_flops(cfg, method_of(cfg)).passes[0]
+    # k and v: 2 matrices of H x H become H x H/4, in 24 layers
+    assert whole.linear - grouped.linear == 2 * 24 * 2 * 1024 * (1024 - 256)
+    assert whole.attention == grouped.attention
+
+
+def test_training_is_three_times_forward_and_recompute_adds_the_stack() -> None:
+    plain, again = config("llama-410m", "loop"), config("llama-410m", "loop", recompute="layer")
+    flops = step_flops(plain, method_of(plain))
+    assert flops.needed == 3 * flops.forward == flops.executed == mean_needed(plain, method_of(plain))
+    stack = flops.forward - 2 * 50304 * 1024
+    assert mean_executed(again, method_of(again)) == pytest.approx(3 * flops.forward + stack)
+    assert mean_needed(again, method_of(again)) == flops.needed
+
+
+def test_a_published_throughput() -> None:
+    """Llama-3-8B at 8192 tokens: 14,451 tokens/s a GPU were published as 744 TFLOP/s, with the causal half."""
+    shape = {"family": "llama", "num_layers": 32, "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8,
+             "ffn_size": 14336, "vocab_size": 128256}  # fmt: skip
+    cfg = resolve(from_mapping({"model": shape, "data": {"sequence_length": 8192}, "train": {"steps": 1}}))
+    assert mean_needed(cfg, method_of(cfg)) * 14451 / 1e12 == pytest.approx(744, rel=1e-3)
+
+
+def test_random_plans_are_averaged() -> None:
+    cfg = config("llama-125m")
+    cfg.train.steps = 1000
+    method = method_of(cfg)
+
+    class Drawn:
+        name, options, rider_channels, mixes_vocabulary, keeps_kv = "drawn", None, 0, False, False
+
+        def passes(self, seed: int, step: int) -> Any:
+            return method.passes(seed, step) * (1 + step % 2)
+
+        def extra_flops(self, p: Any, vocab_size: int) -> float:
+            return 0.0
+
+    assert mean_needed(cfg, Drawn()) == pytest.approx(1.5 * mean_needed(cfg, method))

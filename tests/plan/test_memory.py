@@ -1,0 +1,175 @@
+"""The memory estimate against what autograd saves and against the schedules' own order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megaponder.config.facts import MethodFacts, facts_of
+from megaponder.config.load import from_mapping
+from megaponder.config.resolve import resolve
+from megaponder.config.schema import RunConfig
+from megaponder.plan.memory import Memory, layer_activations, passes_in_flight, rank_memory
+from megaponder.ponder.settings import method_of
+from tests.distributed import run_workers
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama"},
+    "llama-gqa": {"family": "llama", "num_kv_heads": 2},
+    "pythia": {"family": "pythia"},
+    "pythia-sequential": {"family": "pythia", "parallel_residual": False},
+    "gpt2": {"family": "gpt2"},
+}
+TOKENS, BATCH, VOCAB = 64, 2, 512
+
+
+def config(shape: str, layers: int, dtype: str, recompute: str, method: str = "vanilla", **options: Any) -> RunConfig:
+    model = {"num_layers": layers, "hidden_size": 64, "num_heads": 4, "ffn_size": 160, "vocab_size": VOCAB}
+    return resolve(
+        from_mapping(
+            {
+                "model": model | SHAPES[shape],
+                "ponder": {"method": method, "options": options},
+                "data": {"sequence_length": TOKENS},
+                "parallel": {"recompute": recompute},
+                "precision": {"dtype": dtype, "implementation": "local"},
+                "train": {"steps": 1, "global_batch": BATCH, "micro_batch": BATCH},
+            }
+        )
+    )
+
+
+def saved_bytes(cfg: RunConfig) -> tuple[int, int]:
+    """In a worker: parameters of the built model, and bytes that autograd keeps of one micro-batch's passes."""
+    import torch
+
+    from megaponder.data.batch import MicroBatch
+    from megaponder.engine import groups
+    from megaponder.engine.build import build_stage
+    from megaponder.engine.stash import PassState
+
+    method = method_of(cfg)
+    stage = build_stage(cfg, method, groups.init(cfg))
+    own = {p.untyped_storage().data_ptr() for p in stage.parameters()}
+    kept: dict[int, Any] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage  # held, so that no address is used twice
+        return t
+
+    ids = torch.randint(0, VOCAB, (BATCH, TOKENS))
+    batch, state, flow = MicroBatch(ids, ids, torch.ones(BATCH, TOKENS)), PassState(), None
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        for p in method.passes(0, 0):
+            flow = stage.run_pass(p, batch, flow, state)
+    return sum(p.numel() for p in stage.parameters()), sum(s.nbytes() for s in kept.values())
+
+
+def measure(cases: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    """In a worker: `saved_bytes` of many configurations."""
+    return [saved_bytes(config(**case)) for case in cases]
+
+
+def test_counts_match_what_is_built_and_saved() -> None:
+    from megaponder.plan.parameters import model_parameters
+
+    layers: list[dict[str, Any]] = [
+        {"shape": shape, "dtype": dtype, "recompute": recompute}
+        for shape in SHAPES
+        for dtype, recompute in (("fp32", "none"), ("bf16", "none"), ("fp32", "layer"))
+    ]
+    methods: list[dict[str, Any]] = [
+        {"shape": "llama", "dtype": "fp32", "recompute": "none", "layers": 2, "method": method}
+        for method in ("loop", "ponderlm")
+    ]
+    cases = [case | {"layers": n} for case in layers for n in (2, 3)] + methods
+    found = run_workers("tests.plan.test_memory:measure", 1, args={"cases": cases})[0]
+
+    for case, (parameters, _) in zip(cases, found, strict=True):
+        assert model_parameters(config(**case), padded=True).total == parameters, case
+    for i, case in enumerate(layers):  # a third layer more
+        expected = layer_activations(config(**case, layers=2), BATCH * TOKENS)
+        assert found[2 * i + 1][1] - found[2 * i][1] == pytest.approx(expected, rel=0.06), case
+
+    for case, (_, measured) in zip(methods, found[-2:], strict=True):
+        cfg = config(**case)
+        method = method_of(cfg)
+        memory = rank_memory(cfg, facts_of(method), method.passes(0, 0), 1, 0)
+        logits = BATCH * TOKENS * VOCAB * (4 + 4 + 4)  # of the head, which was not run
+        assert measured == pytest.approx(memory.activations + memory.vocabulary - logits, rel=0.06), case
+
+
+@pytest.mark.parametrize(
+    ("stage", "stages", "passes", "micro_batches", "group", "expected"),
+    [
+        (0, 1, 4, 8, None, 4),  # all passes of one micro-batch, then its backward
+        (0, 4, 1, 8, None, 4),  # 1F1B: as many micro-batches as stages to go
+        (3, 4, 1, 8, None, 1),
+        (0, 4, 1, 2, None, 2),
+        (0, 2, 3, 4, 2, 2 + 2 * 2 + 1),  # interleaved: (P - r - 1) 2 + (K - 1) N + 1
+        (1, 2, 3, 4, 2, 2 * 2 + 1),
+        (0, 2, 3, 5, None, 2 + 2 * 3 + 1),  # five micro-batches run in groups of three
+        (0, 4, 2, 4, 4, 8),  # never more than there are
+    ],
+)
+def test_passes_in_flight(
+    stage: int, stages: int, passes: int, micro_batches: int, group: int | None, expected: int
+) -> None:
+    assert passes_in_flight(stage, stages, passes, micro_batches, group) == expected
+
+
+def big(**parallel: Any) -> RunConfig:
+    return resolve(
+        from_mapping(
+            {
+                "model": {"preset": "llama-1.4b"},
+                "ponder": {"method": "ponderlm"},
+                "parallel": parallel,
+                "precision": {"dtype": "bf16"},
+                "train": {"steps": 1, "global_batch": 1024},
+            }
+        )
+    )
+
+
+def memory(cfg: RunConfig, world: int, stage: int = 0) -> Memory:
+    method = method_of(cfg)
+    return rank_memory(cfg, facts_of(method), method.passes(0, 0), world, stage, te=True)
+
+
+def test_bytes_of_the_state_by_hand() -> None:
+    one = memory(big(), 1)
+    n = 1_420_396_544
+    assert (one.weights, one.gradients, one.optimizer) == (2 * n, 4 * n, 12 * n)
+    assert memory(big(distributed_optimizer=True), 64).optimizer == -(-12 * n // 64)
+    assert memory(big(), 64).optimizer == 12 * n
+    fp32 = big()
+    fp32.precision.dtype = "fp32"
+    assert (memory(fp32, 1).weights, memory(fp32, 1).optimizer) == (4 * n, 8 * n)
+    fp8 = big()
+    fp8.precision.fp8 = "current"
+    assert memory(fp8, 1).weights - one.weights == 2 * (402_653_184 + 811_597_824)
+
+
+def test_layouts_move_memory_where_they_should() -> None:
+    plain = memory(big(), 64)
+    tensor = memory(big(tensor=2), 64)
+    sequence = memory(big(tensor=2, sequence=True), 64)
+    assert plain.activations > tensor.activations > sequence.activations == plain.activations // 2
+    assert memory(big(recompute="layer"), 64).activations < plain.activations / 4
+    first, last = (memory(big(pipeline=4), 64, stage) for stage in (0, 3))
+    assert first.activations > last.activations and first.vocabulary == 0 < last.vocabulary
+    for world in (64, 4096):  # a plan of thousands of GPUs is arithmetic
+        assert memory(big(pipeline=4, distributed_optimizer=True), world).total > 0
+
+
+def test_in_flight_passes_drive_the_mixture_memory() -> None:
+    cfg = big(pipeline=4)
+    rows = cfg.train.micro_batch * 2048
+    head = rows * 50304 * (4 + 4 + 2)
+    # 13 passes in flight on the last stage, three of four keep their probabilities in bf16
+    assert memory(cfg, 4, 3).vocabulary == head + int(rows * 50304 * 2 * 0.75 * 13)
+    assert MethodFacts().mixes_vocabulary is False

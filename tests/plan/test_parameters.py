@@ -1,0 +1,64 @@
+"""Parameter counts against the published ones and against the modules that are really built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megaponder.config.facts import MethodFacts
+from megaponder.config.load import from_mapping
+from megaponder.config.resolve import resolve
+from megaponder.config.schema import RunConfig
+from megaponder.plan.parameters import model_parameters, rank_parameters
+
+PUBLISHED = {
+    "pythia-70m": 70_426_624,
+    "pythia-160m": 162_322_944,
+    "pythia-410m": 405_334_016,
+    "pythia-1b": 1_011_781_632,
+    "pythia-1.4b": 1_414_647_808,
+    "pythia-2.8b": 2_775_208_960,
+    "gpt2-small": 124_439_808,
+    "gpt2-xl": 1_557_611_200,
+}
+
+
+def config(**sections: Any) -> RunConfig:
+    return resolve(from_mapping({"train": {"steps": 1}, **sections}))
+
+
+@pytest.mark.parametrize("preset", sorted(PUBLISHED))
+def test_published_counts(preset: str) -> None:
+    assert model_parameters(config(model={"preset": preset})).total == PUBLISHED[preset]
+
+
+@pytest.mark.parametrize(
+    ("preset", "millions"), [("llama-410m", 406.6), ("llama-1.4b", 1420.3), ("llama-2.8b", 2634.5)]
+)
+def test_llama_counts(preset: str, millions: float) -> None:
+    assert model_parameters(config(model={"preset": preset})).total / 1e6 == pytest.approx(millions, abs=0.25)
+
+
+@pytest.mark.parametrize("preset", ["pythia-410m", "llama-1.4b", "gpt2-medium"])
+def test_stages_and_tensor_ranks_add_up(preset: str) -> None:
+    cfg = config(model={"preset": preset}, parallel={"tensor": 4, "pipeline": 2}, data={"sequence_length": 1024})
+    cfg.parallel.tensor = 1
+    stages = [rank_parameters(cfg, MethodFacts(), stage) for stage in range(2)]
+    whole = model_parameters(cfg, padded=True)
+    copies = sum(stage.copies for stage in stages)
+    assert sum(stage.total for stage in stages) - copies == whole.total
+    assert (copies > 0) == (preset == "gpt2-medium")
+    cfg.parallel.tensor = 4
+    quarter = [rank_parameters(cfg, MethodFacts(), stage) for stage in range(2)]
+    assert 4 * sum(q.mlp for q in quarter) >= sum(s.mlp for s in stages)
+    assert sum(q.norms for q in quarter) == sum(s.norms for s in stages)
+    assert [4 * q.embedding for q in quarter] == [s.embedding for s in stages]
+
+
+def test_a_mixture_needs_a_copy_of_the_table_on_the_last_stage() -> None:
+    cfg = config(model={"preset": "llama-1.4b"}, parallel={"pipeline": 2})
+    mixing = MethodFacts(max_passes=4, mixes_vocabulary=True)
+    assert [rank_parameters(cfg, mixing, stage).copies for stage in range(2)] == [0, 50304 * 2048]
+    cfg.parallel.pipeline = 1
+    assert rank_parameters(cfg, mixing, 0).copies == 0
