@@ -28,9 +28,14 @@ def padded_vocab(vocab_size: int, multiple: int) -> int:
 
 
 def use_te(precision: PrecisionConfig) -> bool:
-    """Whether Transformer Engine's layers are used: on demand, or by `auto` where it is installed and a GPU is there."""
+    """Whether Transformer Engine's layers are used: on demand, or by `auto` where it is installed and a GPU is there.
+
+    `auto` leaves FP32 runs to PyTorch: Transformer Engine multiplies FP32 matrices in TF32 (gradients 1e-4 off).
+    """
     if precision.implementation != "auto":
         return precision.implementation == "te"
+    if precision.dtype == "fp32":
+        return False
     from megatron.core.transformer.transformer_block import HAVE_TE
 
     return bool(HAVE_TE and torch.version.cuda and torch.cuda.is_available())

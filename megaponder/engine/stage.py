@@ -80,7 +80,9 @@ class PonderStage(MegatronModule):
                 skip_weight_param_allocation=tied,
                 tp_group=groups.tp,
             )
-            self.method_modules = nn.ModuleDict(method.exit_modules())
+            with torch.random.fork_rng(devices=[]):  # the same start on every rank and every device
+                torch.default_generator.manual_seed(cfg.train.seed)
+                self.method_modules = nn.ModuleDict(method.exit_modules())
             for parameter in self.method_modules.parameters():
                 parameter.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
 

@@ -23,11 +23,9 @@ def results() -> dict[str, dict[str, list[dict[str, Any]]]]:
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 4  # gloo's ranks share the CPU
     for world in sorted({layout.world for layout in LAYOUTS.values() if layout.world <= devices}):
         names = [n for n, layout in LAYOUTS.items() if layout.world == world]
-        ranks = run_workers(
-            "tests.net.workers:run_layouts", world, args={"layouts": names, "cases": list(CASES)}, timeout=600
-        )
+        ranks = run_workers("tests.net.workers:run_layouts", world, args={"layouts": names}, timeout=900)
         for name in names:
-            found[name] = {case: [rank[name][case] for rank in ranks] for case in CASES}
+            found[name] = {case: [rank[name][case] for rank in ranks] for case in cases_of(LAYOUTS[name])}
     return found
 
 
