@@ -18,7 +18,8 @@ tags: [megaponder, $method]
 
 # $title
 
-$parameters parameters, $layers layers, width $hidden, vocabulary $vocab, trained for $step steps with megaponder $version.
+$parameters parameters, $layers layers, width $hidden, vocabulary $vocab.
+Trained for $step steps with megaponder $version.
 Method: `$method` $options.  Embedding scale: $scale.
 
 ```python
@@ -39,7 +40,14 @@ largest difference $difference of the largest logit (FP32).
 
 
 def write(
-    cfg: RunConfig, path: Path, *, native: bool, step: int | None, parameters: int, tokens: TokenizerFiles, difference: float
+    cfg: RunConfig,
+    path: Path,
+    *,
+    native: bool,
+    step: int | None,
+    parameters: int,
+    tokens: TokenizerFiles,
+    difference: float,
 ) -> None:
     """Write README.md."""
     name = path.name.removeprefix(".").partition(".partial-")[0]
@@ -47,8 +55,8 @@ def write(
     prefix = "The training data has no end-of-document token, so there is no BOS either."
     if tokens.eos_id is not None:
         prefix = (
-            f"Documents were separated by token {tokens.eos_id} and nothing else: it is BOS and EOS here, an empty context\n"
-            "starts with it, and no token is put in front of other texts (add_bos_token is false)."
+            f"Documents were separated by token {tokens.eos_id} and nothing else: it is BOS and EOS here, an empty\n"
+            "context starts with it, and no token is put in front of other texts (add_bos_token is false)."
         )
     text = CARD.substitute(
         method=cfg.ponder.method,

@@ -73,7 +73,7 @@ def check_fields_known() -> None:
     """Refuse to export while the configuration has a model field that this module does not know."""
     unknown = {f.name for f in fields(ModelConfig)} - PONDER_FIELDS.keys() - TRAINING_ONLY - {"embedding_scale"}
     if unknown:
-        raise UserError(f"model.{min(unknown)} has no place in the exported configuration; teach megaponder.export.configs.")
+        raise UserError(f"model.{min(unknown)} has no place in the exported configuration (megaponder.export.configs).")
 
 
 def scale_of(cfg: RunConfig) -> float:

@@ -103,7 +103,9 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         names = ["model.safetensors"]
     else:
         pickled = sorted(p.name for p in folder.glob("*.bin"))
-        why = f"{pickled[0]} is pickled, and unpickling runs code; convert it with transformers" if pickled else "none is there"
+        why = "none is there"
+        if pickled:
+            why = f"{pickled[0]} is pickled, and unpickling runs code; convert it with transformers"
         raise UserError(f"{folder} has no model.safetensors: {why}.")
     tensors: dict[str, Tensor] = {}
     for name in names:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaponder.export.save import save_weights
 from megaponder.config.load import from_mapping
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import DataConfig, PonderConfig, RunConfig
@@ -14,6 +13,7 @@ from megaponder.errors import UserError
 from megaponder.export import folder, names, native, reference
 from megaponder.export.extra import need_transformers
 from megaponder.export.hf_fields import FORMATS, model_config
+from megaponder.export.save import save_weights
 
 DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 
@@ -31,7 +31,8 @@ class Imported:
     def __str__(self) -> str:
         model = self.config.model
         return (
-            f"{self.checkpoint}: {model.family} model of {self.parameters:,} parameters, method {self.config.ponder.method}.\n"
+            f"{self.checkpoint}: {model.family} model of {self.parameters:,} parameters, method "
+            f"{self.config.ponder.method}.\n"
             f"Logits equal the Hugging Face model's: largest difference {self.max_difference:.1e} of the largest logit."
         )
 
@@ -85,8 +86,8 @@ def run_config(hf: dict[str, Any], source: Path, out: Path, ignore: frozenset[st
     elif hf.get("model_type") in FORMATS:
         section = model_config(hf, where, ignore)
     else:
-        legal = ", ".join([*FORMATS, "megaponder"])
-        raise UserError(f"{where}: model_type = {hf.get('model_type')!r} cannot be imported; it must be one of {legal}.")
+        kind, legal = hf.get("model_type"), ", ".join([*FORMATS, "megaponder"])
+        raise UserError(f"{where}: model_type = {kind!r} cannot be imported; it must be one of {legal}.")
     eos = hf.get("eos_token_id")
     data = DataConfig(
         sequence_length=int(section.max_positions or 0),

@@ -10,12 +10,13 @@ from megaponder.errors import UserError
 
 # without effect on the forward pass of a causal language model, whatever their value
 IGNORED = {
-    "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_name_or_path", "add_bos_token", "architectures",
-    "bos_token_id", "classifier_dropout", "dtype", "eos_token_id", "finetuning_task", "id2label", "initializer_range",
-    "is_decoder", "label2id", "megaponder_version", "model_type", "n_ctx", "name_or_path", "num_labels", "output_attentions",
-    "output_hidden_states", "pad_token_id", "predict_special_tokens", "pretraining_tp", "problem_type", "reorder_and_upcast_attn",
-    "return_dict", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
-    "task_specific_params", "tokenizer_class", "torch_dtype", "transformers_version", "unk_index", "use_cache", "vocab_pad_to",
+    "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_name_or_path", "add_bos_token",
+    "architectures", "bos_token_id", "classifier_dropout", "dtype", "eos_token_id", "finetuning_task", "id2label",
+    "initializer_range", "is_decoder", "label2id", "megaponder_version", "model_type", "n_ctx", "name_or_path",
+    "num_labels", "output_attentions", "output_hidden_states", "pad_token_id", "predict_special_tokens",
+    "pretraining_tp", "problem_type", "reorder_and_upcast_attn", "return_dict", "summary_activation",
+    "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "task_specific_params",
+    "tokenizer_class", "torch_dtype", "transformers_version", "unk_index", "use_cache", "vocab_pad_to",
     # regularisation of training; our backbones train without dropout
     "attention_dropout", "attn_pdrop", "embd_pdrop", "hidden_dropout", "resid_pdrop",
 }  # fmt: skip
@@ -40,54 +41,98 @@ FORMATS = {
     "gpt_neox": Format(
         "pythia",
         {
-            "vocab_size": "vocab_size", "hidden_size": "hidden_size", "num_hidden_layers": "num_layers",
-            "num_attention_heads": "num_heads", "intermediate_size": "ffn_size", "max_position_embeddings": "max_positions",
-            "layer_norm_eps": "norm_eps", "use_parallel_residual": "parallel_residual", "tie_word_embeddings": "tie_embeddings",
-            "rotary_pct": "rotary_fraction", "rotary_emb_base": "rotary_base",
+            "vocab_size": "vocab_size",
+            "hidden_size": "hidden_size",
+            "num_hidden_layers": "num_layers",
+            "num_attention_heads": "num_heads",
+            "intermediate_size": "ffn_size",
+            "max_position_embeddings": "max_positions",
+            "layer_norm_eps": "norm_eps",
+            "use_parallel_residual": "parallel_residual",
+            "tie_word_embeddings": "tie_embeddings",
+            "rotary_pct": "rotary_fraction",
+            "rotary_emb_base": "rotary_base",
         },
         {
-            "vocab_size": 50432, "hidden_size": 6144, "num_hidden_layers": 44, "num_attention_heads": 64,
-            "intermediate_size": 24576, "max_position_embeddings": 2048, "layer_norm_eps": 1e-5, "use_parallel_residual": True,
-            "tie_word_embeddings": False, "rotary_pct": 0.25, "rotary_emb_base": 10000.0,
+            "vocab_size": 50432,
+            "hidden_size": 6144,
+            "num_hidden_layers": 44,
+            "num_attention_heads": 64,
+            "intermediate_size": 24576,
+            "max_position_embeddings": 2048,
+            "layer_norm_eps": 1e-5,
+            "use_parallel_residual": True,
+            "tie_word_embeddings": False,
+            "rotary_pct": 0.25,
+            "rotary_emb_base": 10000.0,
         },
         {"hidden_act": ("gelu",), "attention_bias": (True,)},
     ),
     "llama": Format(
         "llama",
         {
-            "vocab_size": "vocab_size", "hidden_size": "hidden_size", "num_hidden_layers": "num_layers",
-            "num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads", "intermediate_size": "ffn_size",
-            "max_position_embeddings": "max_positions", "rms_norm_eps": "norm_eps", "tie_word_embeddings": "tie_embeddings",
+            "vocab_size": "vocab_size",
+            "hidden_size": "hidden_size",
+            "num_hidden_layers": "num_layers",
+            "num_attention_heads": "num_heads",
+            "num_key_value_heads": "num_kv_heads",
+            "intermediate_size": "ffn_size",
+            "max_position_embeddings": "max_positions",
+            "rms_norm_eps": "norm_eps",
+            "tie_word_embeddings": "tie_embeddings",
             "rope_theta": "rotary_base",
         },
         {
-            "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-            "num_key_value_heads": None, "intermediate_size": 11008, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": False, "rope_theta": 10000.0,
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": None,
+            "intermediate_size": 11008,
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": False,
+            "rope_theta": 10000.0,
         },
         {
-            "hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,),
-            "sliding_window": (None,), "use_sliding_window": (False,),
+            "hidden_act": ("silu", "swish"),
+            "attention_bias": (False,),
+            "mlp_bias": (False,),
+            "sliding_window": (None,),
+            "use_sliding_window": (False,),
         },
     ),
     "gpt2": Format(
         "gpt2",
         {
-            "vocab_size": "vocab_size", "n_embd": "hidden_size", "n_layer": "num_layers", "n_head": "num_heads",
-            "n_inner": "ffn_size", "n_positions": "max_positions", "layer_norm_epsilon": "norm_eps",
+            "vocab_size": "vocab_size",
+            "n_embd": "hidden_size",
+            "n_layer": "num_layers",
+            "n_head": "num_heads",
+            "n_inner": "ffn_size",
+            "n_positions": "max_positions",
+            "layer_norm_epsilon": "norm_eps",
             "tie_word_embeddings": "tie_embeddings",
         },
         {
-            "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None, "n_positions": 1024,
-            "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
+            "vocab_size": 50257,
+            "n_embd": 768,
+            "n_layer": 12,
+            "n_head": 12,
+            "n_inner": None,
+            "n_positions": 1024,
+            "layer_norm_epsilon": 1e-5,
+            "tie_word_embeddings": True,
         },
         {
-            "activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
-            "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "add_cross_attention": (False,),
         },
         rotary=False,
     ),
-}  # fmt: skip
+}
 
 
 def model_config(hf: dict[str, Any], where: str, ignore: frozenset[str] = frozenset()) -> ModelConfig:
@@ -110,8 +155,8 @@ def model_config(hf: dict[str, Any], where: str, ignore: frozenset[str] = frozen
         raise UserError(f"{where}: layer_types: every layer must be full_attention.")
     if left := sorted(name for name, value in hf.items() if value not in (None, False, {}, [])):
         raise UserError(
-            f"{where}: {left[0]} = {hf[left[0]]!r} is not known for model_type {kind}, so its effect would be lost; if it has "
-            f"none, say --ignore {left[0]}."
+            f"{where}: {left[0]} = {hf[left[0]]!r} is not known for model_type {kind}, so its effect would be lost; if "
+            f"it has none, say --ignore {left[0]}."
         )
     ours = {form.taken[name]: value for name, value in values.items()}
     ours["num_kv_heads"] = ours.get("num_kv_heads") or ours["num_heads"]

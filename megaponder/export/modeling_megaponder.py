@@ -9,7 +9,7 @@ share its position).  A method is a small class below that says which passes run
     pause      one pass of pauses + 1 slots, read out at the last slot                   (pause tokens)
     ponderlm   steps + 1 passes, E <- E + softmax(N(h) Wo^T) (c We) in between           (PonderLM, arXiv 2505.20674)
 
-Decoding is exact: every pass has keys and values of its own, and pass p of token t reads the pass-p keys of tokens <= t.
+Decoding is exact: every pass has its own keys and values, and pass p of token t reads the pass-p keys of tokens <= t.
 
 Shapes: b batch, n tokens of this call, r = n * slots rows, t tokens cached before, H hidden, V vocabulary.
 """
@@ -17,7 +17,7 @@ Shapes: b batch, n tokens of this call, r = n * slots rows, t tokens cached befo
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -292,7 +292,7 @@ class Backbone(nn.Module):
         for i, layer in enumerate(self.layers):
             args = (x, tables, run.mask(slots), run.cache, index * len(self.layers) + i)
             if self.gradient_checkpointing and self.training:
-                x = self._gradient_checkpointing_func(layer.__call__, *args)
+                x = self._gradient_checkpointing_func(layer.__call__, *args)  # type: ignore[operator]  # set by enable
             else:
                 x = layer(*args)
         return x
@@ -302,7 +302,7 @@ class Backbone(nn.Module):
 class Vanilla:
     """One pass.  Base of the methods: `hidden` gives one final-normed row a token, ready for the head."""
 
-    defaults: dict[str, Any] = {}
+    defaults: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, config: MegaponderConfig):
         unknown = set(config.method_options) - set(self.defaults)
@@ -328,7 +328,7 @@ class Vanilla:
 class Loop(Vanilla):
     """The stack runs extra_passes + 1 times; there is no norm and no new embedding in between."""
 
-    defaults = {"extra_passes": 3}
+    defaults: ClassVar[dict[str, Any]] = {"extra_passes": 3}
 
     def hidden(self, model: MegaponderForCausalLM, ids: Tensor, run: Run) -> Tensor:
         net = model.model
@@ -344,7 +344,7 @@ class Pause(Vanilla):
     The pause token is a row of the table, or a row of its own where its id lies beyond the vocabulary.
     """
 
-    defaults = {"pauses": 3, "pause_token_id": 50288}
+    defaults: ClassVar[dict[str, Any]] = {"pauses": 3, "pause_token_id": 50288}
 
     def slots(self) -> int:
         return self.options["pauses"] + 1
@@ -355,7 +355,8 @@ class Pause(Vanilla):
 
     def hidden(self, model: MegaponderForCausalLM, ids: Tensor, run: Run) -> Tensor:
         net, slots, pause = model.model, self.slots(), self.options["pause_token_id"]
-        row = model.method["pause"].weight[0] if "pause" in model.method else net.embed_tokens.weight[pause]
+        own = "pause" in model.method
+        row = model.method["pause"](ids.new_zeros(())) if own else net.embed_tokens.weight[pause]
         pauses = row.expand(*ids.shape, slots - 1, -1)
         words = torch.cat([net.embed_tokens(ids)[:, :, None], pauses], dim=2).flatten(1, 2)
         x = net.stack(net.embed(words, run.positions.repeat_interleave(slots, dim=1)), 0, run, slots)
@@ -365,7 +366,7 @@ class Pause(Vanilla):
 class PonderLM(Vanilla):
     """Between two passes every token's embedding takes up the expected embedding of its next token."""
 
-    defaults = {"steps": 3, "topk": 0, "multiply_by_steps": False}
+    defaults: ClassVar[dict[str, Any]] = {"steps": 3, "topk": 0, "multiply_by_steps": False}
 
     def hidden(self, model: MegaponderForCausalLM, ids: Tensor, run: Run) -> Tensor:
         net, steps = model.model, self.options["steps"]
@@ -395,8 +396,8 @@ class MegaponderForCausalLM(PreTrainedModel, GenerationMixin):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
-    _no_split_modules = ["Layer"]
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _no_split_modules: ClassVar[list[str]] = ["Layer"]
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: MegaponderConfig):
         super().__init__(config)
@@ -413,13 +414,13 @@ class MegaponderForCausalLM(PreTrainedModel, GenerationMixin):
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embed_tokens
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
         self.model.embed_tokens = value
 
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
         self.lm_head = new_embeddings
 
     @classmethod

@@ -4,7 +4,7 @@ Stage (megatron-core)                          plain (modeling_megaponder.py; fo
 embedding.word_embeddings.weight [V padded]    model.embed_tokens.weight [V]
 embedding.position_embeddings.weight           model.embed_positions.weight
 decoder.layers.I.input_layernorm               model.layers.I.input_layernorm
-decoder.layers.I.self_attention.linear_qkv     model.layers.I.self_attn.{q,k,v}_proj   (stage: per group its q heads, k, v)
+decoder.layers.I.self_attention.linear_qkv     model.layers.I.self_attn.{q,k,v}_proj  (stage: group's q heads, k, v)
 decoder.layers.I.self_attention.linear_proj    model.layers.I.self_attn.o_proj
 decoder.layers.I.pre_mlp_layernorm             model.layers.I.post_attention_layernorm
 decoder.layers.I.mlp.linear_fc1                model.layers.I.mlp.{gate_proj, up_proj}  (gate: llama only)
@@ -127,8 +127,8 @@ def to_stage(plain: Tensors, model: ModelConfig, pause_token_id: int | None = No
         elif match and match[2] in inner:
             out[f"decoder.layers.{match[1]}.{inner[match[2]]}.{match[3]}"] = tensor
         elif match and match[2] == "self_attn.q_proj":
-            rest = (plain[name.replace("q_proj", f"{x}_proj")] for x in "kv")
-            fused = fuse_qkv(tensor, *rest, heads=model.num_heads, groups=model.num_kv_heads)
+            k, v = (plain[name.replace("q_proj", f"{x}_proj")] for x in "kv")
+            fused = fuse_qkv(tensor, k, v, heads=model.num_heads, groups=model.num_kv_heads)
             out[f"decoder.layers.{match[1]}.self_attention.linear_qkv.{match[3]}"] = fused
         elif match and match[2] == "mlp.up_proj":
             gate = [plain[name.replace("up_proj", "gate_proj")]] if model.family == "llama" else []

@@ -1,6 +1,6 @@
 """transformers' own formats of the three backbones: names and layouts to and from the plain ones.
 
-llama is the plain format itself.  GPT-NeoX fuses q, k, v per head; GPT-2 fuses them whole and stores matrices [in, out].
+llama is the plain format itself.  GPT-NeoX fuses q, k, v per head; GPT-2 fuses them whole, with matrices [in, out].
 """
 
 from __future__ import annotations

@@ -63,7 +63,9 @@ def load(stage: torch.nn.Module, state: dict[str, Tensor]) -> None:
     with torch.no_grad():
         for name, parameter in own.items():
             if parameter.shape != state[name].shape:
-                raise UserError(f"{name} has shape {tuple(state[name].shape)}; the model needs {tuple(parameter.shape)}.")
+                raise UserError(
+                    f"{name} has shape {tuple(state[name].shape)}; the model needs {tuple(parameter.shape)}."
+                )
             parameter.copy_(state[name])
 
 
@@ -92,7 +94,9 @@ def compare(folder: Path, want: Tensor, whole: Tensor, stepwise: Tensor, toleran
     worst = 0.0
     for got, how in ((whole, "in one forward"), (stepwise, "with its cache")):
         if got.shape != want.shape:
-            raise UserError(f"{folder}: logits have shape {tuple(got.shape)} instead of {tuple(want.shape)}; nothing was published.")
+            raise UserError(
+                f"{folder}: logits have shape {tuple(got.shape)} instead of {tuple(want.shape)}; nothing was published."
+            )
         error = ((got - want).abs().max() / want.abs().max()).item()
         if not error <= tolerance:  # also true for NaN
             raise UserError(

@@ -27,7 +27,9 @@ def save_weights(root: Path, cfg: RunConfig, stage: PonderStage, force: bool = F
     try:
         path = folder.begin(root, 0)
         results.use(path / ".results-0")
-        dist_checkpointing.save({"model": sharded_state(stage)}, str(path), get_default_save_sharded_strategy("torch_dist", 1))
+        dist_checkpointing.save(
+            {"model": sharded_state(stage)}, str(path), get_default_save_sharded_strategy("torch_dist", 1)
+        )
         dump(cfg, path / CONFIG)
         save_state(path, TrainState(), Contents(masters=False, layout=layout(), optimizer=False))
         return folder.publish(root, 0)

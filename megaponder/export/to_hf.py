@@ -41,8 +41,8 @@ class Exported:
             kind = f"with its modelling file (trust_remote_code=True) because of {self.why_not_native}"
         return (
             f"{self.folder}: {self.parameters:,} parameters {kind}.\n"
-            f"Logits with and without cache equal the checkpoint's: largest difference {self.max_difference:.1e} of the "
-            "largest logit."
+            f"Logits with and without cache equal the checkpoint's: largest difference {self.max_difference:.1e} of "
+            "the largest logit."
         )
 
 
@@ -98,7 +98,12 @@ def cast(state: dict[str, Tensor], dtype: str | None) -> dict[str, Tensor]:
 
 
 def write_model(
-    cfg: RunConfig, plain: names.Tensors, path: Path, as_native: bool, eos: int | None, shard_bytes: int = folder.SHARD_BYTES
+    cfg: RunConfig,
+    plain: names.Tensors,
+    path: Path,
+    as_native: bool,
+    eos: int | None,
+    shard_bytes: int = folder.SHARD_BYTES,
 ) -> None:
     """Weights, config.json, generation_config.json and, where needed, the modelling file."""
     assert cfg.model.family is not None and cfg.model.num_heads is not None

@@ -35,7 +35,8 @@ def find(cfg: RunConfig, path: str | Path | None) -> Tokenizer | None:
     except UserError as error:
         if path is not None:
             raise
-        raise UserError(f"data.tokenizer of the checkpoint: {error}  Name the tokenizer, or say {NONE!r} to go without.") from error
+        how = f"Name the tokenizer, or say {NONE!r} to go without."
+        raise UserError(f"data.tokenizer of the checkpoint: {error}  {how}") from error
 
 
 def write(cfg: RunConfig, out: Path, path: str | Path | None) -> TokenizerFiles:
@@ -104,7 +105,8 @@ def _without_template(processor: dict[str, Any] | None) -> dict[str, Any] | None
 
 def _bytes(tokenizer: Tokenizer) -> dict[str, Any]:
     """Bytes as a byte-level BPE without merges; the printable stand-ins of bytes are the library's."""
-    from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
 
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     vocab = {_stand_in(byte): byte for byte in range(256)}
@@ -151,8 +153,8 @@ def _check(out: Path, tokenizer: Tokenizer, eos: int | None) -> None:
     for text, want in zip(SAMPLES, tokenizer.encode_batch(SAMPLES), strict=True):
         if (got := exported(text)["input_ids"]) != want:
             raise UserError(
-                f"the tokenizer {tokenizer.name} cannot be exported: {text!r} gives ids {got[:8]} instead of {want[:8]}; "
-                f"say {NONE!r} to export without a tokenizer."
+                f"the tokenizer {tokenizer.name} cannot be exported: {text!r} gives ids {got[:8]} instead of "
+                f"{want[:8]}; say {NONE!r} to export without a tokenizer."
             )
     if eos is not None and exported.eos_token_id != eos:
         raise UserError(f"the tokenizer {tokenizer.name} has no token of id {eos}, which ended documents in training.")

@@ -98,7 +98,8 @@ def _from_export(path: Path, tokenizer: str | None, device: str) -> Source:
         raise UserError(f"{path} has no tokenizer.json; name a tokenizer.")
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
     model = load_folder(path, dtype=dtype if device != "cpu" else torch.float32).to(device)
-    return Source(model, load_tokenizer(tokenizer or str(path)), config.get("eos_token_id"), model.config.max_position_embeddings)
+    words = load_tokenizer(tokenizer or str(path))
+    return Source(model, words, config.get("eos_token_id"), model.config.max_position_embeddings)
 
 
 def _from_checkpoint(path: Path, tokenizer: str | None, device: str) -> Source:

@@ -49,7 +49,9 @@ def write(net: MegaponderForCausalLM, run: Path, **data: Any) -> RunConfig:
     return cfg
 
 
-def make(family: str, method: str, run: Path, data: dict[str, Any] | None = None, **changes: Any) -> MegaponderForCausalLM:
+def make(
+    family: str, method: str, run: Path, data: dict[str, Any] | None = None, **changes: Any
+) -> MegaponderForCausalLM:
     """Model and run folder at once."""
     net = models.model(family, method, **changes)
     write(net, run, **(data or {}))

@@ -1,4 +1,4 @@
-"""Decoding with per-pass caches: token by token, in chunks, padded, in batches and under beam search, as without cache."""
+"""Decoding with per-pass caches: by token, in chunks, padded, in batches and under beam search, as without cache."""
 
 from __future__ import annotations
 

@@ -28,11 +28,19 @@ BASE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "kind,change,words",
     [
-        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "type 'llama3': rotary scaling is not supported"),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "'llama3': rotary scaling is not supported",
+        ),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "type 'linear'"),
         ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "type 'yarn'"),
         ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "rotates whole heads"),
-        ("llama", {"rope_parameters": {"rope_theta": 1e4, "attention_factor": 2.0}}, "attention_factor, which is not known"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_theta": 1e4, "attention_factor": 2.0}},
+            "attention_factor, which is not known",
+        ),
         ("llama", {"attention_bias": True}, "attention_bias = True: a llama block computes False only"),
         ("llama", {"mlp_bias": True}, "mlp_bias = True"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu': a llama block computes 'silu' only"),
@@ -46,7 +54,7 @@ BASE: dict[str, dict[str, Any]] = {
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
         ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights = False"),
         ("llama", {"logit_scale": 0.5}, "logit_scale = 0.5 is not known .* say --ignore logit_scale"),
-        ("llama", {"model_type": "mamba"}, "model_type = 'mamba' cannot be imported; it must be one of gpt_neox, llama, gpt2"),
+        ("llama", {"model_type": "mamba"}, "model_type = 'mamba' .* must be one of gpt_neox, llama, gpt2"),
     ],
 )
 def test_fields_that_cannot_be_represented(kind: str, change: dict[str, Any], words: str) -> None:
@@ -60,11 +68,19 @@ def test_unknown_fields_may_be_ignored_by_name() -> None:
 
 
 def test_fields_are_taken_over() -> None:
-    neox = {**BASE["gpt_neox"], "rotary_pct": 0.5, "rotary_emb_base": 5e5, "torch_dtype": "float16", "hidden_dropout": 0.1}
+    neox = {
+        **BASE["gpt_neox"],
+        "rotary_pct": 0.5,
+        "rotary_emb_base": 5e5,
+        "torch_dtype": "float16",
+        "hidden_dropout": 0.1,
+    }
     section = model_config(neox, "config.json")
     assert (section.rotary_fraction, section.rotary_base, section.embedding_scale) == (0.5, 5e5, "none")
     assert section.num_kv_heads == 4 and section.parallel_residual and section.norm_eps == 1e-5
-    section = model_config({**BASE["llama"], "rope_theta": 5e5, "num_key_value_heads": 2, "tie_word_embeddings": True}, "")
+    section = model_config(
+        {**BASE["llama"], "rope_theta": 5e5, "num_key_value_heads": 2, "tie_word_embeddings": True}, ""
+    )
     assert (section.rotary_base, section.num_kv_heads, section.norm_eps, section.tie_embeddings) == (5e5, 2, 1e-6, True)
     section = model_config(BASE["gpt2"], "config.json")
     assert (section.ffn_size, section.max_positions, section.tie_embeddings) == (3072, 1024, True)

@@ -1,4 +1,4 @@
-"""Hugging Face -> checkpoint -> Hugging Face, through the real engine: logits, weights and configuration stay the same."""
+"""Hugging Face -> checkpoint -> Hugging Face, through the real engine: logits, weights and configuration stay."""
 
 from __future__ import annotations
 

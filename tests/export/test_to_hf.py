@@ -48,7 +48,8 @@ def test_pondering_export_round_trip(family: str, method: str, changes: dict[str
     assert tensors["model.embed_tokens.weight"].shape[0] == net.config.vocab_size  # padding rows are gone
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     for name in configs.PONDER_FIELDS.values():
-        if not (name == "parallel_residual" and family != "pythia") and not (name.startswith("rotary") and family == "gpt2"):
+        foreign = family != "pythia" if name == "parallel_residual" else family == "gpt2" and name.startswith("rotary")
+        if not foreign:
             assert config[name] == getattr(net.config, name), name
     assert config["embedding_scale"] == net.config.embedding_scale
 
@@ -92,7 +93,8 @@ def test_folder_stands_on_its_own(tmp_path: Path) -> None:
     with torch.no_grad():
         torch.testing.assert_close(logits, net(batch).logits, rtol=RTOL, atol=RTOL)
         mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
-        want = net.generate(batch, attention_mask=mask, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+        greedy = dict(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+        want = net.generate(batch, attention_mask=mask, **greedy)
     assert torch.equal(text, want)
 
 
@@ -155,7 +157,7 @@ def test_existing_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (out / "diary.txt").write_text("not a model")
     with pytest.raises(UserError, match="hf exists already; choose another folder, or say --force"):
         export(tmp_path / "run", out)
-    with pytest.raises(UserError, match="no config.json, so it is no model folder"):
+    with pytest.raises(UserError, match=r"no config\.json, so it is no model folder"):
         export(tmp_path / "run", out, force=True)
     (out / "config.json").write_text("{}")
     with monkeypatch.context() as patch:

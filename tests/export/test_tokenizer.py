@@ -89,7 +89,7 @@ def test_sentencepiece(tmp_path: Path) -> None:
 
 
 def test_mistakes(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="data.tokenizer of the checkpoint: .*gone.json.* say 'none' to go without"):
+    with pytest.raises(UserError, match=r"data\.tokenizer of the checkpoint: .*gone\.json.* say 'none' to go without"):
         tokenizer.write(config("gone.json"), tmp_path, None)
     assert tokenizer.write(config("gone.json", eod=3), tmp_path, "none") == tokenizer.TokenizerFiles(None, 3)
     assert not any(tmp_path.iterdir())
