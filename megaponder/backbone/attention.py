@@ -5,7 +5,8 @@ Shapes: s rows, b micro-batch, h heads of this rank, g key/value heads of this r
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +50,7 @@ class SdpaCore(nn.Module):
 class PonderAttention(SelfAttention):
     """megatron-core's self-attention with `attend(q, k, v, kept, core) -> (output, kept)` in its middle."""
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, hidden_sbh: Tensor, rotary: Tensor | None, attend: Attend, kept: Kept
     ) -> tuple[Tensor, Tensor | None, Kept]:
         q, k, v = self.get_query_key_value_tensors(hidden_sbh)

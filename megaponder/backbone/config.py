@@ -46,7 +46,7 @@ def _grad_accum_fusion(precision: PrecisionConfig) -> bool:
     if precision.grad_accum_fusion != "auto":
         return bool(precision.grad_accum_fusion)
     try:
-        import fused_weight_gradient_mlp_cuda  # type: ignore[import-not-found]  # noqa: F401
+        import fused_weight_gradient_mlp_cuda  # noqa: F401
     except ImportError:
         return False
     return True

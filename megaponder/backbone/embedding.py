@@ -12,7 +12,14 @@ from torch import Tensor, nn
 class Embedding(MegatronModule):
     """scale * table[ids] (+ position row): [b, s] -> [s, b, H], or this rank's rows under sequence parallelism."""
 
-    def __init__(self, config: TransformerConfig, rows: int, scale: float, positions: int, tp_group: torch.distributed.ProcessGroup):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        rows: int,
+        scale: float,
+        positions: int,
+        tp_group: torch.distributed.ProcessGroup,
+    ):
         super().__init__(config=config)
         self.scale, self.tp_group = scale, tp_group
         self.word_embeddings = VocabParallelEmbedding(

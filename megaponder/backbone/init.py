@@ -7,7 +7,7 @@ TP=4, PP=8 starts with exactly the weights of the same model in one process.
 from __future__ import annotations
 
 import hashlib
-from typing import Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,9 @@ def whole_shape(name: str, parameter: nn.Parameter, tp: int, gated: bool) -> tup
 
 
 @torch.no_grad()
-def initialise(stage: nn.Module, *, seed: int, family: str, std: float, output_factor: float, tp_rank: int, tp: int, gated: bool) -> None:
+def initialise(
+    stage: nn.Module, *, seed: int, family: str, std: float, output_factor: float, tp_rank: int, tp: int, gated: bool
+) -> None:
     """Set every weight of a stage; the method's own modules come initialised from their constructors."""
     for name, parameter in global_names(stage):
         if name.startswith("method_modules."):

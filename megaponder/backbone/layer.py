@@ -25,7 +25,7 @@ class PonderLayer(TransformerLayer):
         super().__init__(*args, **kwargs)
         self.parallel_residual = parallel_residual
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, x_sbh: Tensor, rotary: Tensor | None, attend: Attend, kept: Kept
     ) -> tuple[Tensor, Kept]:
         attended, bias, kept = self.self_attention(self.input_layernorm(x_sbh), rotary, attend, kept)

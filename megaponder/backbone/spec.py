@@ -40,7 +40,7 @@ def _te_parts() -> Parts:
         TERowParallelLinear,
     )
 
-    class TeCore(TEDotProductAttention):  # type: ignore[misc]
+    class TeCore(TEDotProductAttention):
         """Transformer Engine's fused attention; calls that it has no kernel for here (key bias) go to PyTorch's."""
 
         def __init__(self, *args: Any, **kwargs: Any):
@@ -67,10 +67,14 @@ def layer_spec(config: TransformerConfig, te: bool, parallel_residual: bool) -> 
     """Spec of one layer.  Norms carry Transformer Engine's checkpoint names, so both kinds load each other's files."""
     p = parts(config, te)
     norm = IdentityOp if p.fused_norm else p.norm
-    names = {} if p.fused_norm else {
-        "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-    }
+    names = (
+        {}
+        if p.fused_norm
+        else {
+            "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+            "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+        }
+    )
     return ModuleSpec(
         module=PonderLayer,
         params={"parallel_residual": parallel_residual},
@@ -99,4 +103,4 @@ def describe(te: bool) -> str:
         return f"layers: PyTorch {torch.__version__} (linear, norm), attention: scaled_dot_product_attention"
     from importlib.metadata import version
 
-    return f"layers: Transformer Engine {version('transformer-engine')} (fused norm+linear), attention: TE DotProductAttention"
+    return f"layers: Transformer Engine {version('transformer-engine')} (norm fused into linear), attention: fused"

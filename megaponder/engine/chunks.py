@@ -7,8 +7,9 @@ chunk k's output of the last rank to chunk k+1 of the first rank, which is the f
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Sequence
+from typing import Any
 
 import torch
 from megatron.core.enums import ModelType
@@ -57,7 +58,8 @@ class PassChunk(nn.Module):
         self._step, self._pass, self._stash = step, p, stash
         self.config = copy.copy(config)
         self.vp_stage = p.index if p is not None and len(step.passes) > 1 else None
-        self._next, self._message = 0, None
+        self._next = 0
+        self._message: Tensor | None = None
 
     def set_input_tensor(self, tensors: list[Tensor | None]) -> None:
         self._message = tensors[0]
@@ -91,10 +93,11 @@ class PassChunk(nn.Module):
         return make_viewless_tensor(outgoing, requires_grad=True, keep_graph=True)
 
     def _all_passes(self, ddp: nn.Module, stage: Any, batch: MicroBatch) -> Tensor:
-        state, flow = PassState(), None
+        state, out = PassState(), None
         for p in self._step.passes:
-            flow = ddp(p, batch, flow, state)
-        return self._loss(stage, flow, batch)
+            out = ddp(p, batch, out, state)
+        assert isinstance(out, Readout)
+        return self._loss(stage, out, batch)
 
     def _loss(self, stage: Any, out: Readout, batch: MicroBatch) -> Tensor:
         """Share of this micro-batch in the mean loss of the global batch."""

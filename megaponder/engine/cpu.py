@@ -1,8 +1,8 @@
 """megaponder on machines without a GPU: the "cuda" that megatron-core names everywhere is mapped to the CPU.
 
-megatron-core 0.16 writes `device="cuda"`, `torch.cuda.current_device()` and `torch.cuda.FloatTensor` into its schedules,
-optimizers and communication.  `install()` answers these few calls with their CPU counterparts; where a GPU is present it
-does nothing.  Call it before the first `import megatron.core`.
+megatron-core 0.16 writes `device="cuda"`, `torch.cuda.current_device()` and `torch.cuda.FloatTensor` into its
+schedules, optimizers and communication.  `install()` answers these few calls with their CPU counterparts; where a GPU
+is present it does nothing.  Call it before the first `import megatron.core`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def install() -> bool:
     # and megatron-core decorates small kernels with torch.compile at import, which CPU users should not wait for.
     from torch import _dynamo
 
-    _dynamo.config.disable = True  # type: ignore[attr-defined]
+    _dynamo.config.disable = True
     cpu = torch.device("cpu")
     replacements = {
         "current_device": lambda: cpu,
@@ -93,8 +93,34 @@ def install() -> bool:
         warnings.simplefilter("ignore")  # megatron-core lists the GPU libraries that it does not find
         from megatron.core.tensor_parallel import random
 
+    _share_groups()
     random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
     # its tracker warns when "CUDA" draws move the CPU generator; here they are the same generator
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
     return True
+
+
+def _share_groups() -> None:
+    """Let megatron-core's process groups of the same ranks be one group.
+
+    It makes some twenty groups, most of them of equal ranks, and every gloo group has three threads, one of which
+    wakes a hundred times a second.  Calls on a shared group run in program order, which is the same on all ranks.
+    """
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    create = parallel_state.create_group
+    known: dict[tuple[Any, ...], Any] = {}
+    world: list[Any] = [None]
+
+    def shared(ranks: Any = None, timeout: Any = None, **kwargs: Any) -> Any:
+        if world[0] is not dist.group.WORLD:  # torch.distributed was started anew
+            known.clear()
+            world[0] = dist.group.WORLD
+        key = (tuple(ranks), timeout)
+        if key not in known:
+            known[key] = create(ranks, timeout=timeout, **kwargs)
+        return known[key]
+
+    parallel_state.create_group = shared

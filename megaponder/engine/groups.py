@@ -77,17 +77,6 @@ def _has_layout(tensor: int, pipeline: int) -> bool:
     )
 
 
-def _forget_layout() -> None:
-    """Drop the groups of another layout, and their threads: megatron-core forgets them without closing them."""
-    from megatron.core import parallel_state as ps
-
-    if ps.model_parallel_is_initialized():
-        ps.destroy_model_parallel()
-        for group in list(dist.distributed_c10d._world.pg_map):
-            if group is not dist.group.WORLD:
-                dist.destroy_process_group(group)
-
-
 def init(cfg: RunConfig) -> Groups:
     """Start torch.distributed (a single process needs no launcher) and make megatron-core's groups."""
     cpu.install()
@@ -101,7 +90,8 @@ def init(cfg: RunConfig) -> Groups:
     if not dist.is_initialized():
         _start(timeout, device)
     if not _has_layout(cfg.parallel.tensor, cfg.parallel.pipeline):
-        _forget_layout()
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
             cfg.parallel.tensor,
             cfg.parallel.pipeline,

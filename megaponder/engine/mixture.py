@@ -65,7 +65,7 @@ class _Mixture(torch.autograd.Function):
         return (p @ table) * scale
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         h, head, table, p = ctx.saved_tensors
         grad = grad * ctx.scale
         dp = (grad @ table.t()).float()

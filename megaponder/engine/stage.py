@@ -5,7 +5,8 @@ Shapes: n tokens, s rows of this rank (n * slots, divided by TP under sequence p
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -59,14 +60,18 @@ class PonderStage(MegatronModule):
             self.embedding = Embedding(self.config, rows, embedding_scale, positions, groups.tp)
         layers = [spec.layer_spec(self.config, te, bool(m.parallel_residual))] * get_num_layers_to_build(self.config)
         self.decoder = TransformerBlock(
-            self.config, TransformerBlockSubmodules(layer_specs=layers), post_layer_norm=False, pre_process=first, post_process=last
+            self.config,
+            TransformerBlockSubmodules(layer_specs=layers),
+            post_layer_norm=False,
+            pre_process=first,
+            post_process=last,
         )
         self.rotary = None
         if m.family != "gpt2":
             self.rotary = RotaryEmbedding(
                 m.hidden_size // m.num_heads,
                 m.rotary_fraction or 1.0,
-                rotary_base=m.rotary_base,  # type: ignore[arg-type]
+                rotary_base=m.rotary_base,
                 use_cpu_initialization=self.config.use_cpu_initialization,
             )
         if last:
@@ -102,7 +107,7 @@ class PonderStage(MegatronModule):
     def table_weight(self) -> Tensor:
         """Input table of this stage (first: its own; last: its copy): [V_padded/tp, H]."""
         run_pre_hooks(self._table_module())
-        return self._table_module().weight
+        return self.shared_embedding_or_output_weight()
 
     def head_weight(self) -> Tensor:
         """Output head: [V_padded/tp, H]."""
@@ -113,7 +118,9 @@ class PonderStage(MegatronModule):
 
     def shared_embedding_or_output_weight(self) -> Tensor:
         """megatron-core's name for the weight whose gradient first and last stage share."""
-        return self._table_module().weight
+        weight = self._table_module().weight
+        assert isinstance(weight, Tensor)
+        return weight
 
     def set_input_tensor(self, tensor: Any) -> None:
         """megatron-core's schedules call this on whatever they wrap; passes get their input as an argument."""

@@ -37,7 +37,7 @@ class _AddLeafGradients(torch.autograd.Function):
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grads = [leaf.grad for leaf in ctx.leaves]
         ctx.leaves = None  # this pass is over
         return (grad, None, *grads)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,12 +57,16 @@ def _group_collection() -> ProcessGroupCollection:
 class Engine:
     """One pipeline rank: its stage, wrapped once by DistributedDataParallel, and the schedules that run it."""
 
-    def __init__(self, stage: PonderStage, ddp: DistributedDataParallel, groups: Groups, seed: int, group_size: int | None):
+    def __init__(
+        self, stage: PonderStage, ddp: DistributedDataParallel, groups: Groups, seed: int, group_size: int | None
+    ):
         self.stage, self.ddp, self.groups = stage, ddp, groups
         self._seed, self._group_size = seed, group_size
         config = stage.config
         config.finalize_model_grads_func = lambda models, *a, **k: finalize_model_grads(
-            [ddp], None, pg_collection=_group_collection()  # one DDP, whatever the number of passes; no rescaling
+            [ddp],
+            None,
+            pg_collection=_group_collection(),  # one DDP, whatever the number of passes; no rescaling
         )
         if ddp.ddp_config.overlap_grad_reduce:
             config.no_sync_func = ddp.no_sync
@@ -124,7 +129,9 @@ class Engine:
             )
         assert not len(stash), "a pass left state that no pass took"
 
-    def _communicator(self, config: Any, passes: Sequence[Pass], m: int, group: int, n: int, b: int) -> PassCommunicator:
+    def _communicator(
+        self, config: Any, passes: Sequence[Pass], m: int, group: int, n: int, b: int
+    ) -> PassCommunicator:
         width = config.hidden_size + self.stage.method.rider_channels
         shards = self.groups.tp_size if config.sequence_parallel else 1
 
@@ -147,7 +154,9 @@ class Engine:
                 dist.all_reduce(total[1:], group=self.groups.tp)
             dist.all_reduce(total, group=self.groups.dp)
         if self.groups.pp_size > 1:
-            dist.broadcast(total, src=dist.get_global_rank(self.groups.pp, self.groups.pp_size - 1), group=self.groups.pp)
+            dist.broadcast(
+                total, src=dist.get_global_rank(self.groups.pp, self.groups.pp_size - 1), group=self.groups.pp
+            )
         values = dict(zip(names, total.tolist(), strict=True))
         return StepOutput(values.pop("loss"), values.pop("aux"), tokens, values)
 

@@ -14,7 +14,7 @@ KEY = "embedding.word_embeddings.weight"
 
 
 class InputTable(MegatronModule):
-    """Rows [V_padded/tp, H], equal to the first stage's at all times: same initialisation, gradients summed over both."""
+    """Rows [V_padded/tp, H], always equal to the first stage's: same initialisation, gradients summed over both."""
 
     def __init__(self, config: TransformerConfig, rows: int, tp_group: torch.distributed.ProcessGroup):
         super().__init__(config=config)
@@ -29,7 +29,9 @@ class InputTable(MegatronModule):
         self.weight.shared = True  # type: ignore[attr-defined]
         self.weight.shared_embedding = True  # type: ignore[attr-defined]
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None) -> dict:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+    ) -> dict:
         """The same checkpoint entry as the first stage's table, marked as a further replica of it."""
         group = (metadata or {}).get("dp_cp_group")
         dp_rank = group.rank() if group is not None else 0

@@ -74,4 +74,3 @@ def run_pre_hooks(module: nn.Module) -> None:
     """
     for hook in list(module._forward_pre_hooks.values()):
         hook(module, ())
-

@@ -19,8 +19,9 @@ Shapes: s rows of this rank (sequence-sharded under sequence parallelism), b mic
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Mapping, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +73,7 @@ class ExitTools(Protocol):
 
 
 class CoreAttention(Protocol):
-    """Softmax attention of q rows over k rows, causal from the bottom right; `key_bias` [k rows, b] adds to the logits."""
+    """Softmax attention of q rows over k rows, causal from the bottom right; `key_bias` [k rows, b] adds to logits."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None = None) -> Tensor: ...
 
@@ -139,7 +140,7 @@ class Method:
         return 1.0
 
     def initialisation(self) -> tuple[str, float]:
-        """(family, factor on output projections) where the config says `auto`: ('normal', 1.0) or ('trunc_normal', f)."""
+        """(family, factor on output projections) where the config says `auto`: normal or trunc_normal."""
         return "normal", 1.0
 
     def exit_modules(self) -> dict[str, nn.Module]:
@@ -147,17 +148,26 @@ class Method:
         return {}
 
     # --- the computation ----------------------------------------------------------------------------------------------
-    def enter(self, p: Pass, ids_bn: Tensor, feedback: Flow | None, carry: dict[str, Tensor], tools: EntryTools) -> Flow:
+    def enter(
+        self, p: Pass, ids_bn: Tensor, feedback: Flow | None, carry: dict[str, Tensor], tools: EntryTools
+    ) -> Flow:
         """Rows that enter pass p on the first stage; `feedback` is None in pass 0."""
         return Flow(tools.embed(ids_bn))
 
     def attend(
-        self, p: Pass, q: Tensor, k: Tensor, v: Tensor, riders: Tensor | None, kept: tuple[Tensor, ...], core: CoreAttention
+        self,
+        p: Pass,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        riders: Tensor | None,
+        kept: tuple[Tensor, ...],
+        core: CoreAttention,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Attention of one layer.
 
         q [rows, b, h, d], k and v [rows, b, h_kv, d] after RoPE; `riders` [rows, b, R] of the whole sequence; `kept`
-        is what this layer kept in the previous pass (empty in pass 0).  Returns output [rows, b, h, d] and what to keep.
+        is what this layer kept in the previous pass (empty in pass 0).  Returns [rows, b, h, d] and what to keep.
         """
         return core(q, k, v), ()
 
@@ -165,7 +175,9 @@ class Method:
         """Feedback after pass p on the last stage; `rows` come before the final norm."""
         raise NotImplementedError(f"{self.name} has one pass: nothing is fed back")
 
-    def readout(self, p: Pass, rows: Tensor, riders: Tensor | None, carry: dict[str, Tensor], tools: ExitTools) -> Readout:
+    def readout(
+        self, p: Pass, rows: Tensor, riders: Tensor | None, carry: dict[str, Tensor], tools: ExitTools
+    ) -> Readout:
         """Hidden states for the head, after the last pass on the last stage; `rows` come before the final norm."""
         return Readout(tools.norm(rows))
 
@@ -177,18 +189,23 @@ class Method:
 
 def parse_options(cls: type[Method], values: Mapping[str, Any]) -> Any:
     """Options of a method from the config's mapping; unknown names and wrong types are ConfigErrors."""
-    known = {f.name: f for f in fields(cls.Options)}  # type: ignore[arg-type]
+    known = {f.name: f for f in fields(cls.Options)}
     defaults = cls.Options()
     for name, value in values.items():
         if name not in known:
             legal = ", ".join(known) or "none"
-            raise ConfigError(f"ponder.options.{name}", value, f"{cls.name} has no such option", f"its options are: {legal}")
+            raise ConfigError(
+                f"ponder.options.{name}", value, f"{cls.name} has no such option", f"its options are: {legal}"
+            )
         want = type(getattr(defaults, name))
         if type(value) is int and want is float:
             continue
         if type(value) is not want:
             raise ConfigError(
-                f"ponder.options.{name}", value, f"it must be of type {want.__name__}", f"the default is {getattr(defaults, name)!r}"
+                f"ponder.options.{name}",
+                value,
+                f"it must be of type {want.__name__}",
+                f"the default is {getattr(defaults, name)!r}",
             )
     return cls.Options(**values)
 
@@ -213,7 +230,9 @@ def build_method(name: str, options: Mapping[str, Any], shape: Shape) -> Method:
     """The method of a config; refuses unknown names and options."""
     known = methods()
     if name not in known:
-        raise ConfigError("ponder.method", name, "there is no such method", f"known methods: {', '.join(sorted(known))}")
+        raise ConfigError(
+            "ponder.method", name, "there is no such method", f"known methods: {', '.join(sorted(known))}"
+        )
     cls = known[name]
     return cls(parse_options(cls, options), shape)
 

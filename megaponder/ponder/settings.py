@@ -37,5 +37,9 @@ def initialisation(cfg: RunConfig, method: Method) -> tuple[str, float, float]:
     std = m.init_std
     if std is None:
         # sqrt(2/(5H)) makes c We[ids] with c = sqrt(2.5H) of unit RMS; 0.02/0.01 are the papers' vanilla values
-        std = math.sqrt(2 / (5 * m.hidden_size)) if family == "trunc_normal" else (0.02 if m.hidden_size <= 1024 else 0.01)
+        std = (
+            math.sqrt(2 / (5 * m.hidden_size))
+            if family == "trunc_normal"
+            else (0.02 if m.hidden_size <= 1024 else 0.01)
+        )
     return family, std, factor

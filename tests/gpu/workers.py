@@ -12,8 +12,13 @@ def config(family: str, method: str, options: dict[str, Any], implementation: st
     """A small model with sizes that the fused kernels accept."""
     model = ModelConfig(
         family=family,  # type: ignore[arg-type]
-        num_layers=4, hidden_size=256, num_heads=4, ffn_size=512, vocab_size=1000, init_std=0.05,
-    )  # fmt: skip
+        num_layers=4,
+        hidden_size=256,
+        num_heads=4,
+        ffn_size=512,
+        vocab_size=1000,
+        init_std=0.05,
+    )
     cfg = RunConfig(model=model)
     cfg.ponder.method, cfg.ponder.options = method, options
     cfg.data.sequence_length, cfg.train.steps, cfg.train.global_batch, cfg.train.micro_batch = 128, 1, 8, 4
@@ -44,7 +49,9 @@ def compare_implementations(family: str, method: str, options: dict[str, Any]) -
         out[name] = {"loss": step.loss, "grad": torch.cat([grads[k] for k in sorted(grads)])}
     return {
         "loss": {k: v["loss"] for k, v in out.items()},
-        "error": {k: float((v["grad"] - out["fp32"]["grad"]).norm() / out["fp32"]["grad"].norm()) for k, v in out.items()},
+        "error": {
+            k: float((v["grad"] - out["fp32"]["grad"]).norm() / out["fp32"]["grad"].norm()) for k, v in out.items()
+        },
         "params": {k: v["grad"].numel() for k, v in out.items()},
     }
 

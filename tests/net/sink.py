@@ -7,7 +7,7 @@ carries on both ends, a vocabulary mixture, exit modules, an auxiliary loss and 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megaponder.ponder.base import Flow, Method, Pass, Readout, interleave, register, slot
 

@@ -23,8 +23,12 @@ from megaponder.engine.build import build_engine  # noqa: E402
 from megaponder.ponder.settings import embedding_scale, method_of  # noqa: E402
 
 ODD = {
-    "llama-gqa-theta-eps": Case("llama", "ponderlm", {"steps": 2}, {"num_kv_heads": 1, "rotary_base": 5e5, "norm_eps": 0.1}),
-    "pythia-sequential-rotary1": Case("pythia", "loop", {"extra_passes": 1}, {"parallel_residual": False, "rotary_fraction": 1.0}),
+    "llama-gqa-theta-eps": Case(
+        "llama", "ponderlm", {"steps": 2}, {"num_kv_heads": 1, "rotary_base": 5e5, "norm_eps": 0.1}
+    ),
+    "pythia-sequential-rotary1": Case(
+        "pythia", "loop", {"extra_passes": 1}, {"parallel_residual": False, "rotary_fraction": 1.0}
+    ),
     "pythia-tied-topk": Case("pythia", "ponderlm", {"steps": 2, "topk": 9}, {"tie_embeddings": True}),
     "llama-xs": Case("llama", "ponderlm", {"steps": 3, "multiply_by_steps": True}),
     "pythia-pause": Case("pythia", "pause", {"pauses": 1, "pause_token_id": 3}),
@@ -60,7 +64,9 @@ def test_float64_oracle(name: str) -> None:
     assert _relative(engine.logits(batch.ids_bn), expected.detach()) < RTOL
     engine.zero_grad()
     out = engine.forward_backward([batch], 0, train=True)
-    loss, grads = oracle.loss_and_gradients(batch.ids_bn, batch.labels_bn, batch.loss_mask_bn, case.method, case.options)
+    loss, grads = oracle.loss_and_gradients(
+        batch.ids_bn, batch.labels_bn, batch.loss_mask_bn, case.method, case.options
+    )
     assert out.loss == pytest.approx(float(loss), rel=RTOL)
     for key, grad in grads.items():
         assert float(grad.abs().max()) > 0, key
@@ -78,10 +84,21 @@ def _official_config(family: str, method: str, options: dict[str, Any]) -> RunCo
     llama = family == "llama"
     cfg = RunConfig(
         model=ModelConfig(
-            family=family, num_layers=3, hidden_size=32, num_heads=4, num_kv_heads=4, ffn_size=48 if llama else 128,
-            vocab_size=96, vocab_multiple=32, max_positions=64, norm_eps=1e-5, rotary_fraction=1.0 if llama else 0.5,
-            rotary_base=1e4, parallel_residual=not llama, tie_embeddings=False,
-        )  # fmt: skip
+            family=family,
+            num_layers=3,
+            hidden_size=32,
+            num_heads=4,
+            num_kv_heads=4,
+            ffn_size=48 if llama else 128,
+            vocab_size=96,
+            vocab_multiple=32,
+            max_positions=64,
+            norm_eps=1e-5,
+            rotary_fraction=1.0 if llama else 0.5,
+            rotary_base=1e4,
+            parallel_residual=not llama,
+            tie_embeddings=False,
+        )
     )
     cfg.ponder.method, cfg.ponder.options, cfg.data.sequence_length = method, options, 12
     return cfg

@@ -117,4 +117,6 @@ class Oracle:
             total = total + (losses * mask).sum()
         loss = total / mask_bn.sum()
         grads = torch.autograd.grad(loss, list(self.w.values()), allow_unused=True)
-        return loss.detach(), {k: torch.zeros_like(v) if g is None else g for (k, v), g in zip(self.w.items(), grads, strict=True)}
+        return loss.detach(), {
+            k: torch.zeros_like(v) if g is None else g for (k, v), g in zip(self.w.items(), grads, strict=True)
+        }

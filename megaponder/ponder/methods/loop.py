@@ -30,7 +30,12 @@ class Loop(Method):
 
         def __post_init__(self) -> None:
             if self.extra_passes < 1:
-                raise ConfigError("ponder.options.extra_passes", self.extra_passes, "it must be at least 1", "use 1, or method vanilla")
+                raise ConfigError(
+                    "ponder.options.extra_passes",
+                    self.extra_passes,
+                    "it must be at least 1",
+                    "use 1, or method vanilla",
+                )
 
     def passes(self, seed: int, step: int) -> tuple[Pass, ...]:
         r = self.options.extra_passes
@@ -43,7 +48,9 @@ class Loop(Method):
         # the official GPT-NeoX file scales by passes too, the Llama file does not
         return depth_scaled(self.shape, self.options.extra_passes + 1 if self.shape.family == "pythia" else 1)
 
-    def enter(self, p: Pass, ids_bn: Tensor, feedback: Flow | None, carry: dict[str, Tensor], tools: EntryTools) -> Flow:
+    def enter(
+        self, p: Pass, ids_bn: Tensor, feedback: Flow | None, carry: dict[str, Tensor], tools: EntryTools
+    ) -> Flow:
         return Flow(tools.embed(ids_bn)) if feedback is None else feedback
 
     def leave(self, p: Pass, rows: Tensor, riders: Tensor | None, carry: dict[str, Tensor], tools: ExitTools) -> Flow:

@@ -33,9 +33,13 @@ class Pause(Method):
 
         def __post_init__(self) -> None:
             if self.pauses < 1:
-                raise ConfigError("ponder.options.pauses", self.pauses, "it must be at least 1", "use 1, or method vanilla")
+                raise ConfigError(
+                    "ponder.options.pauses", self.pauses, "it must be at least 1", "use 1, or method vanilla"
+                )
             if self.pause_token_id < 0:
-                raise ConfigError("ponder.options.pause_token_id", self.pause_token_id, "it must be a token id", "use 0 or more")
+                raise ConfigError(
+                    "ponder.options.pause_token_id", self.pause_token_id, "it must be a token id", "use 0 or more"
+                )
 
     def passes(self, seed: int, step: int) -> tuple[Pass, ...]:
         return (Pass(0, last=True, slots=self.options.pauses + 1),)
@@ -46,10 +50,14 @@ class Pause(Method):
     def initialisation(self) -> tuple[str, float]:
         return ("normal", 1.0) if self.shape.family == "pythia" else depth_scaled(self.shape, 1)
 
-    def enter(self, p: Pass, ids_bn: Tensor, feedback: Flow | None, carry: dict[str, Tensor], tools: EntryTools) -> Flow:
+    def enter(
+        self, p: Pass, ids_bn: Tensor, feedback: Flow | None, carry: dict[str, Tensor], tools: EntryTools
+    ) -> Flow:
         pauses = torch.full_like(ids_bn, self.options.pause_token_id)
         expanded = torch.stack([ids_bn] + [pauses] * self.options.pauses, dim=2).flatten(1)
         return Flow(tools.embed(expanded))
 
-    def readout(self, p: Pass, rows: Tensor, riders: Tensor | None, carry: dict[str, Tensor], tools: ExitTools) -> Readout:
+    def readout(
+        self, p: Pass, rows: Tensor, riders: Tensor | None, carry: dict[str, Tensor], tools: ExitTools
+    ) -> Readout:
         return Readout(tools.norm(slot(rows, p.slots, self.options.pauses)))

@@ -37,9 +37,13 @@ class PonderLM(Method):
 
         def __post_init__(self) -> None:
             if self.steps < 1:
-                raise ConfigError("ponder.options.steps", self.steps, "it must be at least 1", "use 1, or method vanilla")
+                raise ConfigError(
+                    "ponder.options.steps", self.steps, "it must be at least 1", "use 1, or method vanilla"
+                )
             if self.topk < 0:
-                raise ConfigError("ponder.options.topk", self.topk, "it must not be negative", "use 0 for the whole vocabulary")
+                raise ConfigError(
+                    "ponder.options.topk", self.topk, "it must not be negative", "use 0 for the whole vocabulary"
+                )
 
     def passes(self, seed: int, step: int) -> tuple[Pass, ...]:
         s = self.options.steps
@@ -51,7 +55,9 @@ class PonderLM(Method):
     def initialisation(self) -> tuple[str, float]:
         return depth_scaled(self.shape, self.options.steps + 1 if self.shape.family == "pythia" else 1)
 
-    def enter(self, p: Pass, ids_bn: Tensor, feedback: Flow | None, carry: dict[str, Tensor], tools: EntryTools) -> Flow:
+    def enter(
+        self, p: Pass, ids_bn: Tensor, feedback: Flow | None, carry: dict[str, Tensor], tools: EntryTools
+    ) -> Flow:
         if feedback is None:
             rows = tools.embed(ids_bn, factor=float(self.options.steps) if self.options.multiply_by_steps else 1.0)
         else:
