@@ -11,7 +11,6 @@ from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from itertools import chain
 from multiprocessing.connection import wait
 
 import numpy as np
@@ -67,22 +66,25 @@ class Encoder:
                 problems.append(item)
             else:
                 texts.append(item)
-        encoded = [ids for ids in self.tokenizer.encode_batch(texts) if ids]
-        eod = self.tokenizer.eod_id
-        if o.append_eod and eod is not None:
-            for ids in encoded:
-                if ids[-1] != eod:  # a text or a template may have brought its own
-                    ids.append(eod)
-        lengths = np.fromiter(map(len, encoded), np.int32, len(encoded))
-        flat = np.fromiter(chain.from_iterable(encoded), np.dtype(o.dtype), int(lengths.sum(dtype=np.int64)))
+        flat, counts = self.tokenizer.encode_flat(texts)
+        lengths = counts[counts > 0]
+        if o.append_eod and self.tokenizer.eod_id is not None:
+            flat, lengths = _end_documents(flat, lengths, self.tokenizer.eod_id)
         return Encoded(
-            flat.tobytes(),
+            flat.astype(o.dtype).tobytes(),
             lengths.tobytes(),
             sum(len(text) if text.isascii() else len(text.encode()) for text in texts),
             int(flat.max()) if len(flat) else -1,
-            len(texts) - len(encoded),
+            len(texts) - len(lengths),
             tuple(problems),
         )
+
+
+def _end_documents(flat: np.ndarray, lengths: np.ndarray, eod: int) -> tuple[np.ndarray, np.ndarray]:
+    """Put `eod` after every document that does not end with it (a text or a template may have brought its own)."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    lacking = flat[ends - 1] != eod
+    return np.insert(flat.astype(np.int32), ends[lacking], eod), lengths + lacking.astype(np.int32)
 
 
 _encoder: Encoder | None = None  # of a worker process

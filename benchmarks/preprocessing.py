@@ -1,0 +1,192 @@
+#!/usr/bin/env python3
+"""How fast `prepare` makes an indexed dataset, against a loop that gives the tokenizer one document at a time.
+
+    python benchmarks/preprocessing.py                                     the standard library's sources
+    python benchmarks/preprocessing.py a.jsonl --tokenizer tokenizer.json --megabytes 20
+
+Every round runs all contenders on the same file, one after the other, and ratios are taken inside a round, so that a
+machine that is busy slows them alike.  Results: <output>.json and <output>.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import numpy as np
+import orjson
+import tokenizers
+
+from megaponder.data.documents import TxtRule, documents
+from megaponder.data.indexed import best_dtype, write_index
+from megaponder.data.prepare import PrepareOptions, prepare
+from megaponder.data.readers import Position, kind_of, list_inputs, read_chunks
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def standard_library() -> list[str]:
+    """Sources of the Python standard library, one text a file."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = [p for p in sorted(root.rglob("*.py")) if "site-packages" not in p.parts]
+    return [p.read_text(encoding="utf-8", errors="replace") for p in paths]
+
+
+def texts_of(inputs: list[str]) -> list[str]:
+    """All documents of the input files (.txt: a line each)."""
+    files, rule = list_inputs(inputs), TxtRule("line")
+    return [
+        item
+        for read in read_chunks(files, Position(), "text", rule)
+        for _, item in documents(read.chunk, kind_of(files[read.chunk.file]) or "", "text", rule)
+        if isinstance(item, str)
+    ]
+
+
+def write_corpus(texts: list[str], path: Path, megabytes: float) -> int:
+    """Write texts as JSON lines until there are `megabytes` (all of them at most once); returns the text's bytes."""
+    size = 0
+    with path.open("wb") as out:
+        for text in texts:
+            if size >= megabytes * 1e6:
+                break
+            out.write(orjson.dumps({"text": text}) + b"\n")
+            size += len(text.encode())
+    return size
+
+
+def train_tokenizer(texts: Iterable[str], path: Path) -> None:
+    """A byte-level BPE of 16k ids on the corpus itself."""
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(texts, vocab_size=16384, special_tokens=["<|endoftext|>"], show_progress=False)
+    tokenizer.save(str(path))
+
+
+def one_by_one(corpus: Path, tokenizer_file: Path, prefix: Path) -> None:
+    """The plain loop: read a line, tokenize it, write it.  Same reading of JSON, same files written."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer_file))
+    eod, dtype = tokenizer.token_to_id("<|endoftext|>"), best_dtype(tokenizer.get_vocab_size())
+    lengths = []
+    with corpus.open("rb") as lines, open(f"{prefix}.bin", "wb") as out:
+        for line in lines:
+            ids = tokenizer.encode(orjson.loads(line)["text"], add_special_tokens=False).ids
+            if ids:
+                ids.append(eod)
+                out.write(np.array(ids, dtype).tobytes())
+                lengths.append(len(ids))
+        out.flush()
+        os.fsync(out.fileno())
+    write_index(f"{prefix}.idx", dtype, np.array(lengths, np.int32))
+
+
+def measure(corpus: Path, tokenizer: Path, folder: Path, rounds: int, workers: list[int]) -> dict[str, list[float]]:
+    """Seconds of each contender in each round; also checks that all wrote the same bytes."""
+    seconds: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        written = []
+        for name in ["one by one", *(f"prepare, {n} worker{'s' * (n > 1)}" for n in workers)]:
+            prefix = folder / name.replace(" ", "-")
+            began = time.perf_counter()
+            if name == "one by one":
+                one_by_one(corpus, tokenizer, prefix)
+            else:
+                count = int(name.split()[1])
+                prepare(PrepareOptions([str(corpus)], str(prefix), str(tokenizer), workers=count, overwrite=True))
+            seconds.setdefault(name, []).append(time.perf_counter() - began)
+            written.append([Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx")])
+        if any(files != written[0] for files in written):
+            raise SystemExit("error: the contenders wrote different datasets; these times mean nothing.")
+    return seconds
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median and range."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def report(result: dict[str, Any]) -> str:
+    """The result as Markdown."""
+    lines = [
+        "# Preprocessing",
+        "",
+        f"{result['megabytes']:.1f} MB of text ({result['corpus']}), tokenizer {result['tokenizer']} with "
+        f"{result['vocab_size']:,} ids, {result['rounds']} rounds, all contenders in each round; all wrote the "
+        f"same bytes.",
+        f"{result['machine']}, load average {result['load_before']:.1f} before and {result['load_after']:.1f} after.",
+        "",
+        "| | seconds, median (range) | MB/s | against one by one, median (range) |",
+        "|---|---|---|---|",
+    ]
+    for name, row in result["contenders"].items():
+        s, r = row["seconds"], row["ratio"]
+        lines.append(
+            f"| {name} | {s['median']:.2f} ({s['min']:.2f} to {s['max']:.2f}) | "
+            f"{result['megabytes'] / s['median']:.2f} | {r['median']:.2f}x ({r['min']:.2f} to {r['max']:.2f}) |"
+        )
+    if "scaling" in result:
+        r = result["scaling"]
+        lines += ["", f"From 1 to 2 workers: {r['median']:.2f}x ({r['min']:.2f} to {r['max']:.2f})."]
+    lines += ["", "Times include starting the processes and loading the tokenizer in each.", ""]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("inputs", nargs="*", help="text files (default: the standard library's sources)")
+    parser.add_argument("--tokenizer", help="tokenizer.json (default: a BPE of 16k ids trained on the text)")
+    parser.add_argument("--megabytes", type=float, default=16.0, help="text to use (default 16)")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--output", type=Path, default=RESULTS / "preprocessing", help="path without .json/.md")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        texts = texts_of(args.inputs) if args.inputs else standard_library()
+        size = write_corpus(texts, folder / "corpus.jsonl", args.megabytes)
+        tokenizer = Path(args.tokenizer) if args.tokenizer else folder / "tokenizer.json"
+        if not args.tokenizer:
+            train_tokenizer(texts, tokenizer)
+        load = os.getloadavg()[0]
+        seconds = measure(folder / "corpus.jsonl", tokenizer, folder, args.rounds, args.workers)
+        base, (one, two) = seconds["one by one"], (seconds.get(f"prepare, {k}") for k in ("1 worker", "2 workers"))
+        result = {
+            "corpus": ", ".join(Path(i).name for i in args.inputs) or "Python standard library",
+            "megabytes": size / 1e6,
+            "tokenizer": Path(args.tokenizer).name if args.tokenizer else "byte-level BPE trained on the corpus",
+            "vocab_size": tokenizers.Tokenizer.from_file(str(tokenizer)).get_vocab_size(),
+            "rounds": args.rounds,
+            "machine": f"{os.cpu_count()} CPUs ({platform.machine()}), Python {platform.python_version()}, tokenizers "
+            f"{tokenizers.__version__}",
+            "load_before": load,
+            "load_after": os.getloadavg()[0],
+            "contenders": {
+                key: {
+                    "seconds": spread(values),
+                    "ratio": spread([b / v for b, v in zip(base, values, strict=True)]),
+                    "rounds": values,
+                }
+                for key, values in seconds.items()
+            },
+        }
+        if one and two:
+            result["scaling"] = spread([a / b for a, b in zip(one, two, strict=True)])
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.with_suffix(".json").write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2) + b"\n")
+    args.output.with_suffix(".md").write_text(report(result))
+    print(report(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
