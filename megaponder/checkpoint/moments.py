@@ -70,26 +70,36 @@ def allocate(optimizer: MegatronOptimizer) -> None:
     """Zero moments for every parameter that has none yet (torch's Adam makes them in its first step)."""
     for part in parts(optimizer):
         inner = part.optimizer
-        for group in inner.param_groups:
-            for p in group["params"]:
-                for name in _MOMENTS:
-                    if name not in inner.state[p]:
-                        inner.state[p][name] = torch.zeros_like(p, dtype=torch.float32)
-                if "step" not in group and "step" not in inner.state[p]:
-                    inner.state[p]["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+        for p in _parameters(inner):
+            for name in _MOMENTS:
+                if name not in inner.state[p]:
+                    inner.state[p][name] = torch.zeros_like(p, dtype=torch.float32)
+            if _counts_per_parameter(inner) and "step" not in inner.state[p]:
+                inner.state[p]["step"] = _count(0)
 
 
 def set_step(optimizer: MegatronOptimizer, step: int) -> None:
     """Adam's step count: per group in fused optimizers, one tensor a parameter in torch's."""
     for part in parts(optimizer):
         inner = part.optimizer
-        fused = not isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
-        for group in inner.param_groups:
-            if fused:
+        if _counts_per_parameter(inner):
+            for p in _parameters(inner):
+                inner.state[p]["step"] = _count(step)
+        else:
+            for group in inner.param_groups:
                 group["step"] = step
-                continue
-            for p in group["params"]:
-                inner.state[p]["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
+
+
+def _counts_per_parameter(inner: torch.optim.Optimizer) -> bool:
+    return isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
+
+
+def _count(step: int) -> Tensor:
+    return torch.tensor(float(step), dtype=torch.float32, device="cpu")
+
+
+def _parameters(inner: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in inner.param_groups for p in group["params"]]
 
 
 def _drop_steps(part: DistributedOptimizer) -> None:
@@ -106,16 +116,15 @@ def _plain(part: MegatronOptimizer, model_state: dict[str, Any]) -> Iterator[dic
         getattr(part, "float16_groups", []), getattr(part, "fp32_from_float16_groups", []), strict=True
     ):
         model_of |= {id(main): model for model, main in zip(model_group, main_group, strict=True)}
-    for group in part.optimizer.param_groups:
-        for p in group["params"]:
-            like = sharded[id(model_of.get(id(p), p))]
-            tensors = {name: part.optimizer.state[p][name] for name in _MOMENTS}
-            if id(p) in model_of:
-                tensors["param"] = p
-            yield {
-                name: make_sharded_optimizer_tensor(like, tensor.detach(), PREFIX + name)
-                for name, tensor in tensors.items()
-            }
+    for p in _parameters(part.optimizer):
+        like = sharded[id(model_of.get(id(p), p))]
+        tensors = {name: part.optimizer.state[p][name] for name in _MOMENTS}
+        if id(p) in model_of:
+            tensors["param"] = p
+        yield {
+            name: make_sharded_optimizer_tensor(like, tensor.detach(), PREFIX + name)
+            for name, tensor in tensors.items()
+        }
 
 
 def _named(tensors: dict[str, Any], loading: bool, masters: bool) -> dict[str, Any]:

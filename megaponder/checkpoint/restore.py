@@ -21,7 +21,7 @@ from megaponder.checkpoint.state import TrainState, load_state
 from megaponder.errors import UserError
 
 log = logging.getLogger(__name__)
-METHOD = "method"
+METHOD = "method_modules."
 """First part of the names of a method's own parameters, which a weights-only start may lack."""
 
 

@@ -22,6 +22,7 @@ class Monitor:
         self.throughput = Throughput(costs)
         self._run = Path(cfg.run)
         self._trackers: list[Tracker] = []
+        self._noted: dict[str, float] = {}
 
     def start(self, step: int, tokens: int) -> None:
         """Open the files at the position from which the run goes on; rows beyond it are set aside."""
@@ -44,18 +45,21 @@ class Monitor:
             print(text, flush=True)
 
     @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Time spent inside does not count as training."""
+    def pause(self, name: str) -> Iterator[None]:
+        """Time spent inside does not count as training; the next row tells it as `name`."""
         begin = time.perf_counter()
         yield
-        self.throughput.pause(time.perf_counter() - begin)
+        self._noted[name] = time.perf_counter() - begin
+        self.throughput.pause(self._noted[name])
 
     def due(self, step: int) -> bool:
         """Whether a row is written after this step."""
         return step % self.cfg.logging.every == 0 or step == self.total
 
     def write(self, row: Row) -> None:
-        """A row to every place."""
+        """A row to every place, with what was noted since the last one."""
+        row.values |= self._noted
+        self._noted = {}
         if self.logs:
             self.say(console.line(row, self.total))
             for tracker in self._trackers:

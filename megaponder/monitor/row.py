@@ -17,6 +17,8 @@ TAGS = {
     "tflops_per_device": "throughput/tflops_per_device",
     "mfu": "throughput/mfu",
     "hfu": "throughput/hfu",
+    "evaluation_seconds": "throughput/evaluation_seconds",
+    "checkpoint_seconds": "throughput/checkpoint_seconds",
 }
 """Grouped names for TensorBoard and Weights & Biases; statistics of the method go to ponder/<name>."""
 

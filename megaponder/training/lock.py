@@ -16,7 +16,6 @@ import psutil
 from filelock import FileLock
 
 from megaponder.errors import UserError
-from megaponder.training.ranks import on_first_rank
 
 BEAT = 10.0
 """Seconds between signs of life of an owner."""
@@ -27,6 +26,8 @@ PATIENCE = 35.0
 @contextmanager
 def own_run(run: Path) -> Iterator[None]:
     """Hold a run folder for all ranks; UserError on all of them if another live job has it."""
+    from megaponder.training.ranks import on_first_rank  # here: the lock itself does without torch
+
     lock = RunLock(run)
     on_first_rank(lock.acquire)
     try:

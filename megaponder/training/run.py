@@ -46,7 +46,7 @@ def run(cfg: RunConfig, groups: Groups) -> None:
         monitor.start(state.step, state.tokens)
 
         def save() -> None:
-            with whole_parameters(engine), monitor.pause():
+            with whole_parameters(engine), monitor.pause("checkpoint_seconds"):
                 saver.save(state)
 
         signalled = 0
@@ -72,7 +72,7 @@ def run(cfg: RunConfig, groups: Groups) -> None:
                 row.values |= monitor.throughput.rates(step, state.tokens)
                 row.stats = out.stats
             if streams.valid is not None and _every(cfg.train.eval_every, step, total):
-                with whole_parameters(engine), monitor.pause():
+                with whole_parameters(engine), monitor.pause("evaluation_seconds"):
                     loss = evaluate(cfg, engine, streams.valid, stop)
                 row.values |= {"validation_loss": loss} if loss is not None else {}
             if row.values:

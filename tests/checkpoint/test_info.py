@@ -28,7 +28,7 @@ def build(root: Path) -> Path:
         "decoder.layers.0.mlp.linear_fc1.weight": torch.randn(64, 8),
         "final_norm.weight": torch.randn(8),
         "output_layer.weight": torch.randn(96, 8),
-        "method.gate.weight": torch.randn(1, 8),
+        "method_modules.gate.weight": torch.randn(1, 8),
         "optimizer.state.exp_avg.final_norm.weight": torch.randn(8),
         "random.torch": torch.zeros(1, 16, dtype=torch.uint8),
     }

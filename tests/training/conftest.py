@@ -47,7 +47,7 @@ class Base:
         return {r["step"]: r for r in rows}
 
 
-def run(target: str, world: int, timeout: float = 90, **args: Any) -> tuple[list[Any], str]:
+def run(target: str, world: int, timeout: float = 600, **args: Any) -> tuple[list[Any], str]:
     """Results and printed text of workers."""
     workers = Workers(f"{HERE}:{target}", world, args)
     try:

@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 from megaponder.checkpoint import folder, manifest, stored
 from megaponder.checkpoint.weights import load_weights
@@ -97,9 +98,23 @@ def test_bf16_keeps_its_master_weights(base: Base):
     distributed = bf16 | {"parallel__distributed_optimizer": True}
     run("run_many", 2, jobs=[base.copy("bf16-distopt", source="bf16") | distributed])
     run("run_many", 1, jobs=[base.copy("bf16-back", source="bf16-distopt", upto=6) | bf16])
-    for name in ("bf16-distopt", "bf16-back"):  # sums in another order, rounded to 8 bits
+    # masters become the parameters of an FP32 run, and the parameters of one become masters
+    run("run_many", 1, jobs=[base.copy("bf16-to-fp32", source="bf16"), base.copy("fp32-to-bf16") | bf16])
+    assert {t.dtype for t in load_weights(base.root / "bf16-to-fp32")[1].values()} == {torch.float32}
+    for name in ("bf16-distopt", "bf16-back", "bf16-to-fp32", "fp32-to-bf16"):  # rounded to 8 bits on different ways
         np.testing.assert_allclose(
             series(base.rows(name))["loss"], series(base.rows("bf16"))["loss"], rtol=2e-3, err_msg=name
+        )
+
+
+def test_a_vocabulary_mixture_and_its_copy_of_the_table(base: Base):
+    method = {"ponder__method": "ponderlm", "model__tie_embeddings": False}
+    run("run_many", 1, jobs=[{"run": str(base.root / "mixture"), "data": base.data} | method])
+    run("run_many", 2, jobs=[base.copy("mixture-pp2", source="mixture") | method | {"parallel__pipeline": 2}])
+    run("run_many", 1, jobs=[base.copy("mixture-back", source="mixture-pp2", upto=6) | method])
+    for name in ("mixture-pp2", "mixture-back"):
+        np.testing.assert_allclose(
+            series(base.rows(name))["loss"], series(base.rows("mixture"))["loss"], RTOL, ATOL, err_msg=name
         )
 
 
@@ -158,7 +173,7 @@ def test_kill_9_at_any_moment_loses_no_whole_checkpoint(base: Base, world: int):
     root, reached = base.root / name / "checkpoints", 0
     for kill in range(4):
         workers = Workers(f"{HERE}:run_train", world, job)
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + 600
         while max(folder.published(root), default=0) < min(7, reached + kill % 2) and time.monotonic() < deadline:
             time.sleep(0.005)  # wait for a step, every second time; otherwise strike while starting
         time.sleep(dice.uniform(0, 0.5))
