@@ -1,4 +1,4 @@
-"""The launch scripts: valid bash, clean for shellcheck, and the command line they build, seen through a fake torchrun."""
+"""The launch scripts: valid bash, clean for shellcheck, and what they run, seen through a fake torchrun."""
 
 from __future__ import annotations
 

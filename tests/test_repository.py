@@ -1,0 +1,120 @@
+"""Rules of the house that a machine can check: sizes, layers, declared dependencies, start-up without torch."""
+
+from __future__ import annotations
+
+import ast
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "megaponder"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+LAYERS = [
+    {"config", "errors"},
+    {"data", "checkpoint", "monitor"},
+    {"backbone"},
+    {"engine"},
+    {"ponder"},
+    {"plan", "training", "inference", "export"},
+    {"demo"},
+    {"cli"},
+]
+"""From below; what a module imports when it is imported lies in its own layer or below."""
+ALLOWED = {("engine", "ponder"), ("backbone", "ponder"), ("config", "ponder"), ("checkpoint", "ponder")}
+"""Types of ponder.base, the interface that all share."""
+DISTRIBUTIONS = {"megatron": "megatron-core", "ruamel": "ruamel.yaml", "huggingface_hub": "transformers"}
+"""Import names that differ from their distribution, or that come with another one."""
+PROBED = {"transformer_engine", "fused_weight_gradient_mlp_cuda", "pydoc_data"}
+"""Used where they are there; never required."""
+
+
+def imports(path: Path, top_only: bool) -> list[str]:
+    """Dotted names that a file imports, at its top level only or anywhere."""
+    tree = ast.parse(path.read_text())
+    nodes = list(tree.body) if top_only else list(ast.walk(tree))
+    names = []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names += [a.name for a in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names.append(node.module)
+    return names
+
+
+def layer(name: str) -> int | None:
+    return next((i for i, layer in enumerate(LAYERS) if name in layer), None)
+
+
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def canonical(requirement: str) -> str:
+    return re.sub(r"[-_.]+", "-", re.split(r"[\s\[<>=!;]", requirement)[0]).lower()
+
+
+def test_files_stay_small() -> None:
+    lengths = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in SOURCES}
+    assert {name: n for name, n in lengths.items() if n > 500} == {}
+    assert statistics.median(lengths.values()) < 180
+
+
+def test_imports_go_downwards() -> None:
+    upwards = []
+    for path in SOURCES:
+        own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        here = layer(own)
+        for name in imports(path, top_only=True):
+            other = name.split(".")[1] if name.startswith("megaponder.") else None
+            there = layer(other) if other else None
+            if here is None or there is None or there <= here or (own, other) in ALLOWED:
+                continue
+            upwards.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert upwards == []
+
+
+def test_every_import_is_a_declared_dependency() -> None:
+    data = project()
+    wanted = [*data["dependencies"], *(r for extra in data["optional-dependencies"].values() for r in extra)]
+    declared = {canonical(r) for r in wanted}
+    unknown = set()
+    for path in SOURCES:
+        for name in imports(path, top_only=False):
+            top = name.split(".")[0]
+            if top in sys.stdlib_module_names or top == "megaponder" or top in PROBED:
+                continue
+            if canonical(DISTRIBUTIONS.get(top, top)) not in declared:
+                unknown.add(f"{path.relative_to(ROOT)}: {top}")
+    assert unknown == set()
+
+
+def test_every_dependency_has_a_tested_version() -> None:
+    data = project()
+    pinned = {
+        canonical(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if line[:1] not in ("", "#")
+    }
+    extras = data["optional-dependencies"]
+    wanted = [*data["dependencies"], *extras["export"], *extras["parquet"], *extras["dev"]]
+    assert {canonical(r) for r in wanted} - pinned - {"megaponder"} == set()
+    assert "torch==2.13.0" in (ROOT / "constraints.txt").read_text().split()
+
+
+@pytest.mark.parametrize("module", ["megaponder.config.load", "megaponder.cli.main", "megaponder.data.prepare"])
+def test_light_modules_do_without_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_help_of_every_command_does_without_torch() -> None:
+    code = "import sys; from megaponder.cli.main import build_parser; build_parser(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
