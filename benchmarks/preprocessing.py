@@ -54,16 +54,17 @@ def texts_of(inputs: list[str]) -> list[str]:
     ]
 
 
-def write_corpus(texts: list[str], path: Path, megabytes: float) -> int:
-    """Write texts as JSON lines until there are `megabytes` (all of them at most once); returns the text's bytes."""
-    size = 0
+def write_corpus(texts: list[str], path: Path, megabytes: float) -> list[str]:
+    """Write texts as JSON lines until there are `megabytes` (each at most once); returns those."""
+    size, used = 0, []
     with path.open("wb") as out:
         for text in texts:
             if size >= megabytes * 1e6:
                 break
             out.write(orjson.dumps({"text": text}) + b"\n")
             size += len(text.encode())
-    return size
+            used.append(text)
+    return used
 
 
 def train_tokenizer(texts: Iterable[str], path: Path) -> None:
@@ -153,7 +154,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         texts = texts_of(args.inputs) if args.inputs else standard_library()
-        size = write_corpus(texts, folder / "corpus.jsonl", args.megabytes)
+        texts = write_corpus(texts, folder / "corpus.jsonl", args.megabytes)
         tokenizer = Path(args.tokenizer) if args.tokenizer else folder / "tokenizer.json"
         if not args.tokenizer:
             train_tokenizer(texts, tokenizer)
@@ -162,7 +163,7 @@ def main() -> int:
         base, (one, two) = seconds["one by one"], (seconds.get(f"prepare, {k}") for k in ("1 worker", "2 workers"))
         result = {
             "corpus": ", ".join(Path(i).name for i in args.inputs) or "Python standard library",
-            "megabytes": size / 1e6,
+            "megabytes": sum(len(text.encode()) for text in texts) / 1e6,
             "tokenizer": Path(args.tokenizer).name if args.tokenizer else "byte-level BPE trained on the corpus",
             "vocab_size": tokenizers.Tokenizer.from_file(str(tokenizer)).get_vocab_size(),
             "rounds": args.rounds,
