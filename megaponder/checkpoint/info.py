@@ -62,10 +62,10 @@ def inspect_checkpoint(path: str | Path) -> CheckpointInfo:
         raise UserError(f"Checkpoint {folder} cannot be read ({damage or error}).") from None
     m, parts = cfg.model, dict.fromkeys(("embedding", "attention", "mlp", "norms", "head", "method"), 0)
     for name, tensor in shapes.items():
-        rows = tensor.size
+        shape = list(tensor.size)
         if name in ("embedding.word_embeddings.weight", "output_layer.weight") and m.vocab_size is not None:
-            rows = (min(m.vocab_size, rows[0]), *rows[1:])
-        parts[next((part for sign, part in _PARTS if sign in name), "method")] += math.prod(rows)
+            shape[0] = min(m.vocab_size, shape[0])
+        parts[next((part for sign, part in _PARTS if sign in name), "method")] += math.prod(shape)
     heads = f"{m.num_heads} heads, FFN {m.ffn_size}, vocabulary {m.vocab_size}"
     options = ", ".join(f"{k}={v}" for k, v in cfg.ponder.options.items())
     dtypes = {str(t.properties.dtype).removeprefix("torch.") for t in shapes.values()}
