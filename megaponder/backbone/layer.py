@@ -25,9 +25,7 @@ class PonderLayer(TransformerLayer):
         super().__init__(*args, **kwargs)
         self.parallel_residual = parallel_residual
 
-    def forward(
-        self, x_sbh: Tensor, rotary: Tensor | None, attend: Attend, kept: Kept
-    ) -> tuple[Tensor, Kept]:
+    def forward(self, x_sbh: Tensor, rotary: Tensor | None, attend: Attend, kept: Kept) -> tuple[Tensor, Kept]:
         attended, bias, kept = self.self_attention(self.input_layernorm(x_sbh), rotary, attend, kept)
         attended = _with_bias(attended, bias)
         if self.parallel_residual:
