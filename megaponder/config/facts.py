@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 
 class PassLike(Protocol):
@@ -23,7 +23,7 @@ class PassLike(Protocol):
 class MethodLike(Protocol):
     """The part of `megaponder.ponder.base.Method` that is plain Python."""
 
-    name: Any
+    name: ClassVar[str]
     options: Any
     rider_channels: int
     mixes_vocabulary: bool
