@@ -1,0 +1,219 @@
+"""The command line: help that teaches, one sentence for a mistake, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megaponder.cli import report
+from megaponder.cli.main import COMMANDS, main
+from megaponder.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+RUN = "model: {preset: llama-125m}\nponder: {method: loop}\ntrain: {steps: 10}\n"
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN)
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "GROUP_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on stderr of a mistake."""
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["pln"], "did you mean plan"),
+        (["zzz"], "choose from demo, prepare, plan"),
+        (["--nonsense"], "it takes no --nonsense"),
+        (["train"], "CONFIG is missing"),
+        (["train", "none.yaml"], "there is no such file"),
+        (["train", "RUN", "--lr", "3"], "did you mean --optimizer.lr"),
+        (["train", "RUN", "--batch_size", "3"], "did you mean --train.global_batch"),
+        (["train", "RUN", "--optimizer.lrr", "3"], "did you mean --optimizer.lr"),
+        (["train", "RUN", "--train.steps", "x"], "it must be an integer"),
+        (["plan", "RUN", "--ponder.method", "lop"], "there is no such method"),
+        (["plan", "RUN", "--ponder.options.stepz", "3"], "loop has no such option"),
+        (["train", "RUN"], "data.train"),
+        (["train", "RUN", "--data.train", "nowhere/x"], "nowhere/x"),
+        (["plan", "RUN", "--world-siz", "3"], "did you mean --world-size"),
+        (["plan", "RUN", "--world-size", "x"], "invalid int value"),
+        (["plan", "RUN", "--world-size", "0"], "it must be at least 1"),
+        (["plan", "RUN", "--mfu", "1.5"], "--mfu = 1.5: it must be more than 0"),
+        (["plan", "RUN", "--gpu", "h100-smx"], "did you mean h100-sxm"),
+        (["plan", "RUN", "--parallel.tensor", "5"], "the nearest is 4"),
+        (["plan", "RUN", "--world-size", "3"], "the nearest is 255"),
+        (["inspect", "nowhere/pile"], "neither a dataset"),
+        (["export"], "the following arguments are required"),
+        (["export", "a", "b", "--dtpe", "x"], "did you mean --dtype"),
+        (["export", "nowhere/run", "out"], "nowhere/run"),
+        (["import", "nowhere/hf", "out"], "nowhere/hf"),
+        (["generate", "nowhere/run", "text"], "nowhere/run"),
+        (["prepare", "nowhere.txt", "--tokenizer", "bytes", "--output", "x"], "nowhere.txt"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    words: list[str], expected: str, run_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert expected in refused([run_file if w == "RUN" else w for w in words], capsys)
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, ""])
+def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"] if command else ["--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 125
+    if command:
+        assert "examples" in text or "megaponder train" in text or "What happens" in text
+    else:
+        assert all(f"\n    {name} " in text for name in COMMANDS)
+
+
+def test_no_command_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "first steps" in capsys.readouterr().out
+
+
+def test_fields_lists_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    from megaponder.config.fields import all_fields
+
+    assert main(["train", "--fields"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"  {name} = " in text for name in all_fields())
+    assert "[start, increment, sequences]" in text
+
+
+def test_plan(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["plan", run_file, "--world-size", "16", "--parallel.tensor", "2", "--ponder.options.extra_passes=1"]) == 0
+    )
+    text = capsys.readouterr().out
+    assert "16 = tensor 2 x pipeline 1 x data 8" in text and "2 passes each" in text
+    assert main(["plan", run_file, "--json", "--train.steps", "7"]) == 0
+    assert json.loads(capsys.readouterr().out)["estimate"]["steps"] == 7
+
+
+def test_plan_lists(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--presets"]) == 0
+    assert "pythia-2.8b" in capsys.readouterr().out
+    assert main(["plan", "--methods"]) == 0
+    text = capsys.readouterr().out
+    assert "ponderlm" in text and "multiply_by_steps = False" in text
+
+
+def test_plan_needs_a_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("model: {family: llama, num_layers: 2, hidden_size: 64, num_heads: 4}\ntrain: {steps: 1}\n")
+    assert "model.vocab_size" in refused(["plan", str(path)], capsys)
+    assert main(["plan", str(path), "--model.vocab_size", "1000"]) == 0
+
+
+def test_inspect_a_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.data_pipeline.make import describe, random_documents, write_documents
+
+    prefix = write_documents(tmp_path / "wiki", random_documents([5, 9]))
+    for path in (prefix, f"{prefix}.bin", f"{prefix}.idx"):
+        assert main(["inspect", path]) == 0
+        text = capsys.readouterr().out
+        assert "2 documents, 14 tokens" in text and "5 to 9 tokens" in text and "another tool" in text
+    describe(prefix, 2, 14, dtype="uint16", skipped={"empty": 3})
+    assert main(["inspect", prefix]) == 0
+    text = capsys.readouterr().out
+    assert "vocabulary 100, EOD 0" in text and "skipped 3 documents: empty" in text
+    assert "did you mean" in refused(["inspect", str(tmp_path / "wikk")], capsys)
+
+
+def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def stop(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megaponder.cli.plan.run", stop)
+    assert main(["plan", "--presets"]) == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr("megaponder.cli.plan.run", fail)
+    with pytest.raises(ValueError, match="a bug"):
+        main(["plan", "--presets"])
+
+
+def test_under_a_launcher_one_process_speaks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for rank in range(3):
+        monkeypatch.setenv("RANK", str(rank))
+        report.report_error("the same")
+    report.report_error("another")
+    assert capsys.readouterr().err == "error: the same\nerror: another\n"
+    # the marker of an earlier launch, whose process id came back, does not silence this one
+    for marker in tmp_path.iterdir():
+        old = time.time() - report.STALE_SECONDS - 1
+        os.utime(marker, (old, old))
+    monkeypatch.setenv("GROUP_RANK", "1")
+    report.report_error("the same")
+    assert capsys.readouterr().err == f"error on {os.uname().nodename}: the same\n"
+
+
+def python(*words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=300,
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | (env or {}),
+    )  # fmt: skip
+
+
+def test_as_a_module_and_in_a_pipe(run_file: str) -> None:
+    done = python("-m", "megaponder", "plan", run_file, "--optimizer.lr", "5")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: optimizer.lr = 5.0: it must be more than 0 and at most 1; the nearest is 1.\n"
+    shell = f"{sys.executable} -m megaponder train --fields | head -1; echo ${{PIPESTATUS[0]}}"
+    piped = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert piped.stderr == "" and piped.stdout.endswith("\n0\n")
+
+
+def test_starting_needs_neither_torch_nor_megatron() -> None:
+    code = "import sys; from megaponder.cli.main import parse; parse(['plan', 'x.yaml']); parse(['train', 'x.yaml']);"
+    code += "import megaponder.config.rules, megaponder.plan.build, megaponder.plan.report;"
+    code += "sys.exit(', '.join({'torch', 'megatron', 'transformers', 'numpy'} & set(sys.modules)))"
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_torchrun_prints_one_error(tmp_path: Path, run_file: str) -> None:
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "-m", "megaponder"]
+    done = python(*launch, "train", run_file, "--parallel.tensor", "5", env={"TMPDIR": str(tmp_path)})
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    assert len(lines) == 1, done.stderr
+    assert "Traceback" not in done.stderr.split("torch.distributed.elastic")[0]
+
+
+def test_user_errors_are_one_line_each() -> None:
+    assert "\n" not in str(UserError("x"))

@@ -1,0 +1,43 @@
+"""Any configuration file, small enough for a test: sizes shrink, choices stay.
+
+What stays: method and options, family and its settings, precision, optimizer, schedule, loss mask, data-parallel
+options, recompute.  What shrinks: layers, widths, vocabulary, sequence, batch, budget; the layout becomes one process.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from megaponder.config.load import load_config
+from megaponder.config.resolve import resolve
+from megaponder.config.schema import RunConfig
+
+LENGTH = 16
+VOCAB = 96
+EOD = 0
+STEPS = 2
+
+
+def scaled(path: Path, run: Path, dataset: str) -> RunConfig:
+    """The file's run with two layers of width 32 on a dataset of ids below VOCAB - 1, for two steps."""
+    cfg = copy.deepcopy(resolve(load_config(path, [])))
+    small: dict[str, dict[str, Any]] = {
+        # heads of 8 channels: a quarter of them is still an even number
+        "model": {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 4, "vocab_size": VOCAB,
+                  "ffn_size": 64, "vocab_multiple": 32, "max_positions": LENGTH, "preset": None},
+        "data": {"sequence_length": LENGTH, "train": [dataset], "valid": [], "split": "8,2,0", "eod_id": EOD,
+                 "tokenizer": None, "cache": None},
+        "parallel": {"tensor": 1, "pipeline": 1, "sequence": False},
+        "train": {"steps": STEPS, "tokens": None, "global_batch": 4, "micro_batch": 2, "eval_batches": 1,
+                  "batch_rampup": None},
+        "logging": {"every": 1, "tensorboard": False},
+    }  # fmt: skip
+    for section, fields in small.items():
+        for name, value in fields.items():
+            setattr(getattr(cfg, section), name, value)
+    if "pause_token_id" in cfg.ponder.options:
+        cfg.ponder.options["pause_token_id"] = VOCAB - 1
+    cfg.run = str(run)
+    return cfg
