@@ -37,7 +37,8 @@ env: $(STAMP) ## Make .venv with the tested versions (Python 3.10+; make env PYT
 # The stamp is written last, so an interrupted installation is taken up again.
 $(STAMP): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
-	  echo "megaponder needs Python 3.10 or newer, but $(PYTHON) is $$($(PYTHON) --version 2>&1 | head -n 1): run make PYTHON=python3.11, or any newer one you have." >&2; exit 1; }
+	  echo "megaponder needs Python 3.10 or newer, but $(PYTHON) is $$($(PYTHON) --version 2>/dev/null || echo 'not installed'):" \
+	    "run make env PYTHON=python3.11, or name any newer one you have." >&2; exit 1; }
 	@$(BIN)/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	@echo "Installing into $(VENV) (once, some minutes) ..."
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt torch==2.13.0
