@@ -81,7 +81,7 @@ class Workers:
         while None in self.poll():
             time.sleep(0.01)
 
-    def join(self, timeout: float = 240) -> list[int]:
+    def join(self, timeout: float = 900) -> list[int]:
         """Exit codes once all have ended.  After the first failure the others get 10 s; then all are killed."""
         deadline = time.monotonic() + timeout
         while True:
@@ -97,7 +97,7 @@ class Workers:
                 raise AssertionError(f"{self.target}: exit codes {codes} at the time limit\n{self.output()}")
             time.sleep(0.05)
 
-    def wait(self, timeout: float = 240) -> list[Any]:
+    def wait(self, timeout: float = 900) -> list[Any]:
         """Return values in rank order; AssertionError with all output if a worker failed."""
         codes = self.join(timeout)
         if any(codes):
@@ -106,7 +106,7 @@ class Workers:
 
 
 def run_workers(
-    target: str, world_size: int, *, args: Mapping[str, Any] | None = None, timeout: float = 240
+    target: str, world_size: int, *, args: Mapping[str, Any] | None = None, timeout: float = 900
 ) -> list[Any]:
     """Call `module:function(**args)` in `world_size` processes and return their picklable results in rank order.
 

@@ -68,7 +68,7 @@ def train_all(folder: str, dataset: str) -> dict[str, list[dict[str, Any]]]:
 def test_every_configuration_trains_two_steps(tmp_path: Path) -> None:
     dataset = write_documents(tmp_path / "text", random_documents([7, 30, 2, 19] * 12, vocab=VOCAB - 1))
     rows = run_workers(
-        "tests.test_configs:train_all", 1, args={"folder": str(tmp_path), "dataset": dataset}, timeout=600
+        "tests.test_configs:train_all", 1, args={"folder": str(tmp_path), "dataset": dataset}, timeout=1500
     )[0]
     assert sorted(rows) == sorted(path.stem for path in CONFIGS)
     for name, series in rows.items():
