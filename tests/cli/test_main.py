@@ -201,7 +201,7 @@ def test_as_a_module_and_in_a_pipe(run_file: str) -> None:
 def test_starting_needs_neither_torch_nor_megatron() -> None:
     code = "import sys; from megaponder.cli.main import parse; parse(['plan', 'x.yaml']); parse(['train', 'x.yaml']);"
     code += "import megaponder.config.rules, megaponder.plan.build, megaponder.plan.report;"
-    code += "sys.exit(', '.join({'torch', 'megatron', 'transformers', 'numpy'} & set(sys.modules)))"
+    code += "sys.exit(', '.join({'torch', 'megatron', 'transformers', 'numpy'} & set(sys.modules)) or 0)"
     done = python("-c", code)
     assert done.returncode == 0, done.stderr
 
@@ -212,7 +212,8 @@ def test_torchrun_prints_one_error(tmp_path: Path, run_file: str) -> None:
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.startswith("error")]
     assert len(lines) == 1, done.stderr
-    assert "Traceback" not in done.stderr.split("torch.distributed.elastic")[0]
+    # torchrun's own traceback says that a process failed; none of ours may be in it
+    assert f'File "{ROOT / "megaponder"}' not in done.stderr
 
 
 def test_user_errors_are_one_line_each() -> None:
