@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from megaponder.config.resolve import init_std
 from megaponder.config.schema import RunConfig
 from megaponder.ponder.base import Method, Shape, build_method
 
@@ -34,12 +35,4 @@ def initialisation(cfg: RunConfig, method: Method) -> tuple[str, float, float]:
         family = m.init
     if m.init_output_scale != "auto":
         factor = float(m.init_output_scale)
-    std = m.init_std
-    if std is None:
-        # sqrt(2/(5H)) makes c We[ids] with c = sqrt(2.5H) of unit RMS; 0.02/0.01 are the papers' vanilla values
-        std = (
-            math.sqrt(2 / (5 * m.hidden_size))
-            if family == "trunc_normal"
-            else (0.02 if m.hidden_size <= 1024 else 0.01)
-        )
-    return family, std, factor
+    return family, init_std(m, family), factor
