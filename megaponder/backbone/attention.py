@@ -5,7 +5,7 @@ Shapes: s rows, b micro-batch, h heads of this rank, g key/value heads of this r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,44 @@ Kept = tuple[Tensor, ...]
 Attend = Callable[[Tensor, Tensor, Tensor, Kept, Callable[..., Tensor]], tuple[Tensor, Kept]]
 
 
+Reads = tuple[int, tuple[int, ...]]
+"""(slots per token, the slots that are read): which rows the last layer finishes."""
+
+
+def read_rows(x: Tensor, reads: Reads | None) -> Tensor:
+    """Rows of the slots that are read, token-major: [tokens * slots, ...] -> [tokens * len(read), ...]."""
+    if reads is None:
+        return x
+    slots, read = reads
+    return x.unflatten(0, (-1, slots))[:, list(read)].flatten(0, 1)
+
+
 def _causal(rows_q: int, rows_k: int, device: torch.device) -> Tensor:
     """True where query row i may see key row j, aligned at the bottom right: [rows_q, rows_k]."""
     return torch.ones(rows_q, rows_k, dtype=torch.bool, device=device).tril(rows_k - rows_q)
+
+
+EXTRA = 8
+"""Head channels that carry a key bias; fused kernels want head sizes that are multiples of 8."""
+
+
+def augment(q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """q' k'^T scale = q k^T scale + bias of the key, by 8 more head channels; v gets 8 channels of zeros.
+
+    A fused causal kernel then needs no bias and gives the bias its gradient.  In BF16 the bias is three BF16 values
+    whose sum is exact (a log-weight near -9 would otherwise be off by 0.03); only the largest carries the gradient.
+    """
+    wanted = key_bias.float() / scale
+    first = wanted.to(k.dtype)
+    channels = [first]
+    if k.dtype not in (torch.float32, torch.float64):
+        rest = (wanted - first.float()).detach()
+        second = rest.to(k.dtype)
+        channels += [second, (rest - second.float()).to(k.dtype)]
+    zeros = k.new_zeros(*key_bias.shape, EXTRA - len(channels))
+    extra = torch.cat([torch.stack(channels, dim=-1), zeros], dim=-1)[:, :, None].expand(-1, -1, k.shape[2], -1)
+    ones = torch.cat([q.new_ones(len(channels)), q.new_zeros(EXTRA - len(channels))]).expand(*q.shape[:3], -1)
+    return torch.cat([q, ones], -1), torch.cat([k, extra], -1), F.pad(v, (0, EXTRA))
 
 
 class SdpaCore(nn.Module):
@@ -31,19 +66,45 @@ class SdpaCore(nn.Module):
         self.scale = softmax_scale
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None = None) -> Tensor:
+        if key_bias is not None:
+            d, scale = q.shape[-1], self.scale or q.shape[-1] ** -0.5
+            return self._attend(*augment(q, k, v, key_bias, scale), scale)[..., :d]
+        return self._attend(q, k, v, self.scale)
+
+    def union(
+        self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], alive: Sequence[Tensor | None]
+    ) -> Tensor:
+        """One softmax over several sets of keys, each causal in tokens (row i sees rows <= i of every set).
+
+        `alive` [rows, b] per set is false at keys that do not exist; None: all do.  A row that sees no key at all gets
+        finite junk.
+        """
+        rows = q.shape[0]
+        k, v = torch.cat(list(keys)), torch.cat(list(values))
+        k, v = self._all_heads(q, k), self._all_heads(q, v)
+        mask = _causal(rows, rows, q.device).repeat(1, len(keys))[None]
+        exists = [torch.ones(rows, q.shape[1], dtype=torch.bool, device=q.device) if a is None else a for a in alive]
+        mask = mask & torch.cat(exists).t()[:, None]
+        mask = mask | ~mask.any(-1, keepdim=True)
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=self.scale)
+        return out.permute(2, 0, 1, 3)
+
+    @staticmethod
+    def _all_heads(q: Tensor, x: Tensor) -> Tensor:
+        """Grouped-query attention: each key/value head once for every query head that reads it."""
+        repeat = q.shape[2] // x.shape[2]
+        return x if repeat == 1 else x.repeat_interleave(repeat, dim=2)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         rows_q, rows_k = q.shape[0], k.shape[0]
-        repeat = q.shape[2] // k.shape[2]
-        if repeat > 1:  # grouped-query attention
-            k, v = k.repeat_interleave(repeat, dim=2), v.repeat_interleave(repeat, dim=2)
+        k, v = self._all_heads(q, k), self._all_heads(q, v)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [s, b, h, d] -> [b, h, s, d]
-        if key_bias is None and rows_q == rows_k:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        if rows_q == rows_k:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
         else:
             mask = _causal(rows_q, rows_k, q.device)
-            if key_bias is not None:
-                bias = key_bias.t()[:, None, None, :].to(q.dtype)
-                mask = torch.where(mask, bias, torch.full((), float("-inf"), dtype=q.dtype, device=q.device))
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
         return out.permute(2, 0, 1, 3)
 
 
@@ -51,12 +112,13 @@ class PonderAttention(SelfAttention):
     """megatron-core's self-attention with `attend(q, k, v, kept, core) -> (output, kept)` in its middle."""
 
     def forward(
-        self, hidden_sbh: Tensor, rotary: Tensor | None, attend: Attend, kept: Kept
+        self, hidden_sbh: Tensor, rotary: Tensor | None, attend: Attend, kept: Kept, reads: Reads | None = None
     ) -> tuple[Tensor, Tensor | None, Kept]:
         q, k, v = self.get_query_key_value_tensors(hidden_sbh)
         if rotary is not None:
             q = apply_rotary_pos_emb(q, rotary, config=self.config, cp_group=self.pg_collection.cp)
             k = apply_rotary_pos_emb(k, rotary, config=self.config, cp_group=self.pg_collection.cp)
         out, kept = attend(q, k, v, kept, self.core_attention)
+        out = read_rows(out, reads)
         projected, bias = self.linear_proj(out.reshape(*out.shape[:2], -1))
         return projected, bias, kept

@@ -11,15 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from megatron.core.enums import ModelType
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
 
 from megaponder.data.batch import MicroBatch
+from megaponder.engine import depth
+from megaponder.engine.message import pack, unpack
 from megaponder.engine.stash import PassState, Stash
-from megaponder.ponder.base import Flow, Pass, Readout
+from megaponder.engine.tools import StageExitTools
+from megaponder.ponder.base import Pass, Readout
 
 
 @dataclass
@@ -28,22 +30,12 @@ class Step:
 
     passes: Sequence[Pass]
     batches: Sequence[MicroBatch]
+    number: int | None
+    """Of the training step; None in evaluation."""
     tokens: Tensor
     """Valid targets in the global batch, the one denominator of every loss (scalar, FP32)."""
     sums: list[dict[str, Tensor]] = field(default_factory=list)
     """Per micro-batch on the last stage: loss, auxiliary loss and the method's statistics, divided by `tokens`."""
-
-
-def pack(flow: Flow) -> Tensor:
-    """Rows and riders as one message [s, b, H + R]."""
-    return flow.rows if flow.riders is None else torch.cat([flow.rows, flow.riders.to(flow.rows.dtype)], dim=-1)
-
-
-def unpack(message: Tensor, riders: int) -> Flow:
-    """The inverse of `pack`."""
-    if not riders:
-        return Flow(message)
-    return Flow(message[..., :-riders], message[..., -riders:])
 
 
 class PassChunk(nn.Module):
@@ -83,7 +75,7 @@ class PassChunk(nn.Module):
         p = self._pass
         state = PassState() if p.index == 0 else self._stash.take(index)
         incoming = None if message is None else unpack(message, stage.method.rider_channels)
-        out = ddp(p, batch, incoming, state)
+        out = ddp(p, batch, incoming, state, self._step.number)
         if isinstance(out, Readout):
             return self._loss(stage, out, batch)
         outgoing = pack(out).contiguous()
@@ -95,20 +87,25 @@ class PassChunk(nn.Module):
     def _all_passes(self, ddp: nn.Module, stage: Any, batch: MicroBatch) -> Tensor:
         state, out = PassState(), None
         for p in self._step.passes:
-            out = ddp(p, batch, out, state)
+            out = ddp(p, batch, out, state, self._step.number)
         assert isinstance(out, Readout)
         return self._loss(stage, out, batch)
 
     def _loss(self, stage: Any, out: Readout, batch: MicroBatch) -> Tensor:
         """Share of this micro-batch in the mean loss of the global batch."""
         losses = stage.token_losses(out.hidden, batch)
+        tools = StageExitTools(stage, batch, self._step.number)
         lm = (losses * batch.loss_mask_bn.t()).sum() / self._step.tokens
         total, sums = lm, {"loss": lm.detach()}
         if out.aux is not None:
             aux = out.aux.float() / self._step.tokens
             total = total + aux
             sums["aux"] = aux.detach()
-        for name, value in out.stats.items():
+        stats = dict(out.stats)
+        if out.depth is not None:
+            own = tools.mine(losses.detach())
+            stats |= depth.sums(out.depth, own, tools.valid_sb, out.gates, stage.method.max_depth())
+        for name, value in stats.items():
             sums[name] = value.detach().float() / self._step.tokens
         self._step.sums.append(sums)
         return total

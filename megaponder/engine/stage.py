@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megaponder.backbone import spec
-from megaponder.backbone.attention import Kept
+from megaponder.backbone.attention import Kept, Reads
 from megaponder.backbone.config import padded_vocab, transformer_config, use_te
 from megaponder.backbone.embedding import Embedding
 from megaponder.config.schema import RunConfig
@@ -126,7 +126,9 @@ class PonderStage(MegatronModule):
         """megatron-core's schedules call this on whatever they wrap; passes get their input as an argument."""
 
     # --- one pass -----------------------------------------------------------------------------------------------------
-    def run_pass(self, p: Pass, batch: MicroBatch, incoming: Flow | None, state: PassState) -> Flow | Readout:
+    def run_pass(
+        self, p: Pass, batch: MicroBatch, incoming: Flow | None, state: PassState, step: int | None
+    ) -> Flow | Readout:
         """Pass p of this stage's layers; `state` is read and left as the next pass will find it.
 
         `incoming`: feedback of the previous pass (first stage, None in pass 0) or the previous stage's rows.
@@ -141,7 +143,7 @@ class PonderStage(MegatronModule):
         rows, state.kept = self._layers(p, flow, state.kept)
         if not self.groups.is_last_stage:
             return Flow(rows, flow.riders)
-        exit_tools = StageExitTools(self, batch)
+        exit_tools = StageExitTools(self, batch, step)
         if p.last:
             return self.method.readout(p, rows, flow.riders, state.exit, exit_tools)
         return self.method.leave(p, rows, flow.riders, state.exit, exit_tools)
@@ -166,13 +168,21 @@ class PonderStage(MegatronModule):
         riders = self._riders_in_attention(flow.riders)
         whole = x.shape[0] * (self.groups.tp_size if self.config.sequence_parallel else 1)
         rotary = self._rotary(p, whole)
+        final = len(self.decoder.layers) - 1 if self.groups.is_last_stage and p.reads is not None else -1
         for i, layer in enumerate(self.decoder.layers):
+            reads = (p.slots, p.reads) if i == final and p.reads is not None else None
 
-            def run(x: Tensor, riders: Tensor | None, *before: Tensor, layer: nn.Module = layer) -> tuple[Tensor, Kept]:
+            def run(
+                x: Tensor,
+                riders: Tensor | None,
+                *before: Tensor,
+                layer: nn.Module = layer,
+                reads: Reads | None = reads,
+            ) -> tuple[Tensor, Kept]:
                 def attend(q: Tensor, k: Tensor, v: Tensor, kept: Kept, core: Any) -> tuple[Tensor, Kept]:
                     return self.method.attend(p, q, k, v, riders, kept, core)
 
-                return layer(x, rotary, attend, before)
+                return layer(x, rotary, attend, before, reads)
 
             before = kept[i] if kept else ()
             if self.recompute and torch.is_grad_enabled():
@@ -193,5 +203,7 @@ class PonderStage(MegatronModule):
         """Cross entropy of every token, FP32 [n, b]."""
         return vocab_parallel_cross_entropy(self.local_logits(hidden_sbh), batch.labels_bn.t().contiguous())
 
-    def forward(self, p: Pass, batch: MicroBatch, incoming: Flow | None, state: PassState) -> Flow | Readout:
-        return self.run_pass(p, batch, incoming, state)
+    def forward(
+        self, p: Pass, batch: MicroBatch, incoming: Flow | None, state: PassState, step: int | None
+    ) -> Flow | Readout:
+        return self.run_pass(p, batch, incoming, state, step)

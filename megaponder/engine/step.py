@@ -18,8 +18,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megaponder.data.batch import MicroBatch
+from megaponder.engine import depth
 from megaponder.engine.chunks import PassChunk, Step
 from megaponder.engine.groups import Groups
+from megaponder.engine.message import rider_width
 from megaponder.engine.p2p import PassCommunicator, microbatch_group, receive_orders
 from megaponder.engine.stage import PonderStage
 from megaponder.engine.stash import PassState, Stash
@@ -75,8 +77,8 @@ class Engine:
         """Clear the gradient buffers (the optimizer's own zero_grad clears its copies)."""
         self.ddp.zero_grad_buffer()
 
-    def passes(self, step: int) -> Sequence[Pass]:
-        """The method's plan for a step: the same on every rank."""
+    def passes(self, step: int | None) -> Sequence[Pass]:
+        """The method's plan for a training step, or for evaluation (None): the same on every rank."""
         return self.stage.method.passes(self._seed, step)
 
     def forward_backward(self, batches: Sequence[MicroBatch], step: int, train: bool) -> StepOutput:
@@ -88,7 +90,8 @@ class Engine:
         batches = [_on_device(b, self.groups.device) for b in batches]
         tokens = torch.stack([b.loss_mask_bn.sum() for b in batches]).sum().float()
         dist.all_reduce(tokens, group=self.groups.dp)
-        run = Step(self.passes(step), batches, tokens.clamp(min=1.0))
+        number = step if train else None
+        run = Step(self.passes(number), batches, number, tokens.clamp(min=1.0))
         with torch.set_grad_enabled(train):
             self._schedule(run, forward_only=not train)
         return self._collect(run, int(tokens.item()))
@@ -132,7 +135,7 @@ class Engine:
     def _communicator(
         self, config: Any, passes: Sequence[Pass], m: int, group: int, n: int, b: int
     ) -> PassCommunicator:
-        width = config.hidden_size + self.stage.method.rider_channels
+        width = config.hidden_size + rider_width(self.stage.method.rider_channels, config.pipeline_dtype)
         shards = self.groups.tp_size if config.sequence_parallel else 1
 
         def shapes(order: list[tuple[Pass, bool]]) -> Iterator[list[int]]:
@@ -144,7 +147,10 @@ class Engine:
 
     def _collect(self, run: Step, tokens: int) -> StepOutput:
         """Sum over micro-batches and data-parallel ranks, then tell every pipeline stage."""
-        names = ["loss", "aux", *self.stage.method.stats]
+        method = self.stage.method
+        names = ["loss", "aux", *method.stat_names(run.passes)]
+        if method.halts:
+            names += depth.names(method.max_depth(), method.max_depth() - 1)
         total = torch.zeros(len(names), dtype=torch.float64, device=self.groups.device)
         for sums in run.sums:
             total += torch.stack([sums[k].double() if k in sums else total.new_zeros(()) for k in names])
@@ -161,13 +167,13 @@ class Engine:
         return StepOutput(values.pop("loss"), values.pop("aux"), tokens, values)
 
     @torch.no_grad()
-    def logits(self, ids_bn: Tensor, step: int = 0) -> Tensor:
+    def logits(self, ids_bn: Tensor) -> Tensor:
         """FP32 logits [b, n, vocab_size] of a one-process model."""
         assert self.groups.world_size == 1, "whole logits exist in a one-process model only"
         ids_bn = ids_bn.to(self.groups.device)
         batch = MicroBatch(ids_bn, torch.zeros_like(ids_bn), torch.ones(ids_bn.shape, device=ids_bn.device))
         state, out = PassState(), None
-        for p in self.passes(step):
-            out = self.stage.run_pass(p, batch, out, state)  # type: ignore[arg-type]
+        for p in self.passes(None):
+            out = self.stage.run_pass(p, batch, out, state, None)  # type: ignore[arg-type]
         assert isinstance(out, Readout)
         return self.stage.local_logits(out.hidden)[..., : self.stage.vocab_size].transpose(0, 1)

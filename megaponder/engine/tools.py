@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from torch import Tensor, nn
 
 from megaponder.engine.mixture import vocabulary_mixture
@@ -12,6 +17,20 @@ from megaponder.engine.mixture import vocabulary_mixture
 if TYPE_CHECKING:
     from megaponder.data.batch import MicroBatch
     from megaponder.engine.stage import PonderStage
+
+
+class _FromFirst(torch.autograd.Function):
+    """Broadcast from the group's first rank; the gradient stays where it is, since all ranks compute the same one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        out = x.detach().clone().contiguous()
+        dist.broadcast(out, src=dist.get_global_rank(group, 0), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 class StageEntryTools:
@@ -27,8 +46,8 @@ class StageEntryTools:
 class StageExitTools:
     """Last stage: final norm, vocabulary mixture, the method's modules, and the targets of this rank's tokens."""
 
-    def __init__(self, stage: PonderStage, batch: MicroBatch):
-        self._stage, self._batch = stage, batch
+    def __init__(self, stage: PonderStage, batch: MicroBatch, step: int | None):
+        self._stage, self._batch, self.step = stage, batch, step
 
     @property
     def modules(self) -> nn.ModuleDict:
@@ -50,16 +69,53 @@ class StageExitTools:
             sequence_parallel=stage.config.sequence_parallel,
         )
 
-    def _local(self, x_bn: Tensor) -> Tensor:
-        x_nb = x_bn.t().contiguous()
+    def agree(self, x: Tensor) -> Tensor:
+        """The first tensor rank's values, on all of them: what a decision is made from must be equal bit for bit."""
+        groups = self._stage.groups
+        if groups.tp_size == 1 or self._stage.config.sequence_parallel:
+            return x  # under sequence parallelism a token lives on one rank only
+        return _FromFirst.apply(x, groups.tp)
+
+    @torch.no_grad()
+    def target_probability(self, h_sbh: Tensor) -> Tensor:
+        """exp(-cross entropy) of each token's target: [tokens of this rank, b]."""
+        return self.mine(torch.exp(-self._stage.token_losses(h_sbh.detach(), self._batch)))
+
+    @torch.no_grad()
+    def confidence(self, h_sbh: Tensor) -> Tensor:
+        """Largest next-token probability: [tokens of this rank, b]."""
+        logits, tp = self._stage.local_logits(h_sbh.detach()), self._stage.groups.tp
+        top = logits.amax(-1)
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=tp)
+        total = (logits - top[..., None]).exp().sum(-1)
+        dist.all_reduce(total, group=tp)
+        return self.mine(1.0 / total)
+
+    def whole(self, x_sb: Tensor) -> Tensor:
+        """Values of all tokens of each sequence, without gradient."""
         if self._stage.config.sequence_parallel:
-            return scatter_to_sequence_parallel_region(x_nb, group=self._stage.groups.tp)
+            return gather_from_sequence_parallel_region(x_sb.detach(), group=self._stage.groups.tp)
+        return x_sb.detach()
+
+    def mine(self, x_nb: Tensor) -> Tensor:
+        """This rank's tokens."""
+        if self._stage.config.sequence_parallel:
+            return scatter_to_sequence_parallel_region(x_nb.contiguous(), group=self._stage.groups.tp)
         return x_nb
+
+    def _local(self, x_bn: Tensor) -> Tensor:
+        return self.mine(x_bn.t().contiguous())
 
     @property
     def valid_sb(self) -> Tensor:
         """1.0 where the token's target counts in the loss, else 0.0: [tokens of this rank, b]."""
         return self._local(self._batch.loss_mask_bn)
+
+    @property
+    def positions_sb(self) -> Tensor:
+        """Position of each of this rank's tokens in its sequence."""
+        b, n = self._batch.ids_bn.shape
+        return self._local(torch.arange(n, device=self._batch.ids_bn.device).expand(b, n))
 
     @property
     def labels_sb(self) -> Tensor:

@@ -19,7 +19,7 @@ Shapes: s rows of this rank (sequence-sharded under sequence parallelism), b mic
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Protocol
 
@@ -41,6 +41,9 @@ class Pass:
     """Rows per token in this pass."""
     feedback_slots: int = 1
     """Rows per token in what this pass sends back (unused in the last pass)."""
+    reads: tuple[int, ...] | None = None
+    """Slots whose output `leave` or `readout` looks at, None for all: the last layer finishes only these rows (after
+    its attention, where the others still serve as keys), and the method is given only these."""
 
 
 class EntryTools(Protocol):
@@ -68,14 +71,38 @@ class ExitTools(Protocol):
         """1.0 where a token's target counts in the loss, else 0.0: [tokens of this rank, b]."""
 
     @property
-    def labels_sb(self) -> Tensor:
-        """Target ids [tokens of this rank, b]."""
+    def step(self) -> int | None:
+        """Training step (for ramps); None in evaluation, where an auxiliary loss has its final weight."""
+
+    @property
+    def positions_sb(self) -> Tensor:
+        """Position of each of this rank's tokens in its sequence, [tokens of this rank, b]."""
+
+    def agree(self, x: Tensor) -> Tensor:
+        """x with the same bits on all ranks that hold these tokens: for whatever a decision is made from."""
+
+    def target_probability(self, h_sbh: Tensor) -> Tensor:
+        """Probability of each token's target under the head, FP32 without gradient [tokens of this rank, b]."""
+
+    def confidence(self, h_sbh: Tensor) -> Tensor:
+        """Largest next-token probability under the head, FP32 without gradient [tokens of this rank, b]."""
+
+    def whole(self, x_sb: Tensor) -> Tensor:
+        """Values of all tokens of each sequence, without gradient: [n, b, ...] from [tokens of this rank, b, ...]."""
+
+    def mine(self, x_nb: Tensor) -> Tensor:
+        """The inverse of `whole`: this rank's tokens of a value per token."""
 
 
 class CoreAttention(Protocol):
     """Softmax attention of q rows over k rows, causal from the bottom right; `key_bias` [k rows, b] adds to logits."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None = None) -> Tensor: ...
+
+    def union(
+        self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], alive: Sequence[Tensor | None]
+    ) -> Tensor:
+        """One softmax over several key sets of as many rows as q; row i sees rows <= i of each that are alive."""
 
 
 @dataclass
@@ -84,6 +111,7 @@ class Flow:
 
     rows: Tensor
     riders: Tensor | None = None
+    """FP32 in every precision: they cross pipeline stages without rounding."""
 
 
 @dataclass
@@ -95,7 +123,11 @@ class Readout:
     aux: Tensor | None = None
     """Auxiliary loss: a SUM over this rank's valid tokens; the engine divides by the global token count."""
     stats: dict[str, Tensor] = field(default_factory=dict)
-    """Sums over this rank's tokens, for metrics; divided by the global token count."""
+    """Sums over this rank's valid tokens, for metrics; divided by the global token count."""
+    depth: Tensor | None = None
+    """Passes (or steps) that were really run for each token [tokens of this rank, b]; methods with `halts` give it."""
+    gates: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Per gated pass (gate values in [0, 1], mask of tokens that the gate was asked for), [tokens of this rank, b]."""
 
 
 @dataclass(frozen=True)
@@ -123,16 +155,26 @@ class Method:
     """`leave` calls tools.mixture: the last stage then holds a copy of the input table."""
     keeps_kv: bool = False
     """`attend` keeps tensors for the next pass."""
+    halts: bool = False
+    """Tokens run a number of passes of their own: `readout` gives `Readout.depth`."""
     stats: tuple[str, ...] = ()
-    """Names that `readout` fills in `Readout.stats`, the same on all ranks."""
+    """Names that `readout` fills in `Readout.stats`, the same on all ranks (see `stat_names`)."""
 
     def __init__(self, options: Any, shape: Shape):
         self.options, self.shape = options, shape
 
     # --- the plan -----------------------------------------------------------------------------------------------------
-    def passes(self, seed: int, step: int) -> tuple[Pass, ...]:
-        """The passes of a step: a pure function of (seed, step), so that all ranks agree."""
+    def passes(self, seed: int, step: int | None) -> tuple[Pass, ...]:
+        """The passes of a step: a pure function of (seed, step), so that all ranks agree; step None: evaluation."""
         return (Pass(0, last=True),)
+
+    def max_depth(self) -> int:
+        """The most passes (or steps) that a token can run."""
+        return len(self.passes(0, None))
+
+    def stat_names(self, plan: Sequence[Pass]) -> tuple[str, ...]:
+        """Statistics of a step with this plan."""
+        return self.stats
 
     # --- published settings that belong to the method -----------------------------------------------------------------
     def embedding_scale(self) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +28,37 @@ CASES = {
     "pause-gpt2": Case("gpt2", "pause", {"pauses": 2, "pause_token_id": 90}, {"tie_embeddings": True}),
     "ponderlm-pythia": Case("pythia", "ponderlm", {"steps": 3}),
     "ponderlm-topk-gpt2-tied": Case("gpt2", "ponderlm", {"steps": 2, "topk": 5, "multiply_by_steps": True}),
+    "ponderlm2-llama-gqa": Case("llama", "ponderlm2", {"latents": 2, "jacobi": 1}, {"num_kv_heads": 2}),
+    "ponderlm2-gpt2-softmax": Case(
+        "gpt2", "ponderlm2", {"latents": 1, "jacobi": 2, "softmax_feedback": True, "topk": 7}
+    ),
+    "ponderlm3-llama-gqa": Case(
+        "llama",
+        "ponderlm3",
+        {"latents": 2, "jacobi": 2, "cost_weight": 0.3, "threshold": 0.3},
+        {"num_kv_heads": 2},
+    ),
+    "ponderlm3-pythia-deep": Case(
+        "pythia",
+        "ponderlm3",
+        {"latents": 2, "jacobi": 1, "cost_weight": 0.3, "target_depth": 1.1, "threshold": 0.3},
+        {"num_layers": 6},
+    ),
+    "adaponderlm-pythia-deep": Case(
+        "pythia", "adaponderlm", {"threshold": 0.5, "bottom_share": 0.5, "cost_weight": 0.3}, {"num_layers": 6}
+    ),
+    "adaponderlm-llama-gqa": Case(
+        "llama",
+        "adaponderlm",
+        {"steps": 2, "threshold": 0.6, "cost_on": "probability", "cost_weight": 0.3, "topk": 9},
+        {"num_kv_heads": 2},
+    ),
+    "adaptive-cot-llama-gqa": Case(
+        "llama", "adaptive_cot", {"threshold": 0.3, "cost_weight": 0.3, "cost_power": 0.7}, {"num_kv_heads": 2}
+    ),
+    "adaptive-cot-pythia-deep": Case(
+        "pythia", "adaptive_cot", {"steps": 2, "threshold": 0.4, "cost_weight": 0.3}, {"num_layers": 6}
+    ),
     "everything-llama": Case("llama", "sink", {}, {"num_kv_heads": 2}),
     "everything-deep": Case("pythia", "sink", {}, {"num_layers": 6}),  # PP = 2 and 3 divide it
 }
@@ -91,3 +124,23 @@ def run_config(case: Case, layout: Layout) -> RunConfig:
         recompute=layout.recompute,  # type: ignore[arg-type]
     )
     return resolve(cfg)
+
+
+def disturb(named: Iterable[tuple[str, Any]]) -> None:
+    """Move weights that start at 0 or 1 (norms, biases, gates), which would hide their own mistakes.
+
+    The noise of a parameter depends on its name alone, so that every layout gets the same.  Gates are made strong
+    enough for tokens to halt at every depth.
+    """
+    import torch
+
+    for name, parameter in named:
+        own = name.startswith("method_modules.")
+        if (parameter.dim() == 1 or own) and not getattr(parameter, "tensor_model_parallel", False):
+            draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            noise = torch.randn(parameter.shape, generator=draw).to(parameter)
+            with torch.no_grad():
+                if own:
+                    parameter.copy_(noise * (0.3 if parameter.dim() == 1 else 2.0 * parameter.shape[-1] ** -0.5))
+                else:
+                    parameter += 0.2 * noise

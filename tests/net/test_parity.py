@@ -11,7 +11,7 @@ import torch
 from megaponder.config.schema import ModelConfig, RunConfig
 from megaponder.engine import cpu
 from tests.net import official
-from tests.net.cases import CASES, LAYOUTS, LENGTH, VOCAB, Case, run_config
+from tests.net.cases import CASES, LAYOUTS, LENGTH, VOCAB, Case, disturb, run_config
 from tests.oracles.reference import Oracle
 from tests.tolerance import RTOL
 
@@ -54,20 +54,21 @@ def test_float64_oracle(name: str) -> None:
     cfg = run_config(case, LAYOUTS["one-batch1"])
     method = method_of(cfg)
     engine = build_engine(cfg, method, groups.init(cfg))
-    with torch.no_grad():
-        for i, parameter in enumerate(engine.stage.parameters()):
-            if parameter.dim() == 1:
-                parameter += 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
+    disturb(engine.stage.named_parameters())
     batch, weights = _batch(), dict(engine.stage.named_parameters())
     oracle = Oracle(weights, cfg.model, embedding_scale(cfg, method))
-    expected = torch.stack([oracle.logits(ids, case.method, case.options) for ids in batch.ids_bn])
-    assert _relative(engine.logits(batch.ids_bn), expected.detach()) < RTOL
+    results = [oracle.run(ids, case.method, case.options) for ids in batch.ids_bn]
+    assert _relative(engine.logits(batch.ids_bn), torch.stack([r.logits for r in results]).detach()) < RTOL
     engine.zero_grad()
     out = engine.forward_backward([batch], 0, train=True)
     loss, grads = oracle.loss_and_gradients(
         batch.ids_bn, batch.labels_bn, batch.loss_mask_bn, case.method, case.options
     )
     assert out.loss == pytest.approx(float(loss), rel=RTOL)
+    if method.halts:
+        depth = torch.stack([r.depth for r in results]).float()  # type: ignore[misc]
+        assert out.stats["depth"] == pytest.approx(float((depth * batch.loss_mask_bn).sum() / out.tokens), rel=RTOL)
+        assert len(depth.unique()) > 1, "tokens halt at one depth only: the case shows nothing"
     for key, grad in grads.items():
         assert float(grad.abs().max()) > 0, key
         assert _relative(weights[key].main_grad, grad) < RTOL, key
@@ -77,6 +78,9 @@ OFFICIAL = {
     "llama_loop_R3": ("llama", "loop", {"extra_passes": 3}),
     "llama_pause_M2": ("llama", "pause", {"pauses": 2, "pause_token_id": 93}),
     "neox_ponderlm1_S3": ("pythia", "ponderlm", {"steps": 3}),
+    "llama_ponderlm2_K1_J3": ("llama", "ponderlm2", {"latents": 1, "jacobi": 3}),
+    "llama_ponderlm2_K2_J2": ("llama", "ponderlm2", {"latents": 2, "jacobi": 2}),
+    "neox_ponderlm2_K1_J2": ("pythia", "ponderlm2", {"latents": 1, "jacobi": 2}),
 }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.net.cases import CASES, LAYOUTS, LENGTH, SEQUENCES, VOCAB, Layout, cases_of, run_config
+from tests.net.cases import CASES, LAYOUTS, LENGTH, SEQUENCES, VOCAB, Layout, cases_of, disturb, run_config
 
 
 def batches(layout: Layout, dp_rank: int) -> list[Any]:
@@ -56,11 +56,7 @@ def run_layout(layout: str, cases: list[str], steps: int = 1) -> dict[str, Any]:
         cfg = run_config(CASES[name], shape)
         groups = engine_groups.init(cfg)
         engine = build_engine(cfg, method_of(cfg), groups)
-        with torch.no_grad():  # norms at 1 and biases at 0 would hide their own mistakes
-            for key, parameter in global_names(engine.stage):
-                if parameter.dim() == 1 and not getattr(parameter, "tensor_model_parallel", False):
-                    draw = torch.Generator().manual_seed(len(key))
-                    parameter += (0.2 * torch.randn(parameter.shape, generator=draw)).to(parameter)
+        disturb(global_names(engine.stage))
         for _ in range(steps):
             engine.zero_grad()
             out = engine.forward_backward(batches(shape, groups.dp_rank), 0, train=True)

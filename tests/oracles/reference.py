@@ -6,6 +6,8 @@ Plain matrix algebra, no code of megaponder or megatron-core: x [rows, H], posit
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +15,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Weights = dict[str, Tensor]
+Keys = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass
+class Result:
+    """Of one sequence."""
+
+    logits: Tensor
+    depth: Tensor | None = None
+    """Passes that each token ran [n]."""
+    cost: Callable[[Tensor], Tensor] | None = None
+    """Auxiliary loss, a sum over the tokens of a mask [n]."""
+
+
+def causal(n: int) -> Tensor:
+    """0 where row i may see row j <= i, else -inf."""
+    return torch.full((n, n), -math.inf, dtype=torch.float64).triu(1)
 
 
 class Oracle:
@@ -44,7 +63,10 @@ class Oracle:
         a, b = turned.chunk(2, dim=-1)
         return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), rest], dim=-1)
 
-    def attention(self, x: Tensor, positions: Tensor, name: str) -> Tensor:
+    def attention(
+        self, x: Tensor, positions: Tensor, name: str, logit_bias: Tensor | None = None, keys: Keys | None = None
+    ) -> Tensor:
+        """`logit_bias` [rows, keys] replaces the causal mask; `keys` may replace or extend this layer's k and v."""
         rows, m = x.shape[0], self.m
         per_group = m.num_heads // m.num_kv_heads
         qkv = self.linear(x, f"{name}.linear_qkv").view(rows, m.num_kv_heads, per_group + 2, -1)
@@ -52,9 +74,10 @@ class Oracle:
         q = self.rotate(qkv[:, :, :per_group].reshape(rows, m.num_heads, d), positions)
         k = self.rotate(qkv[:, :, per_group], positions).repeat_interleave(per_group, dim=1)
         v = qkv[:, :, per_group + 1].repeat_interleave(per_group, dim=1)
+        if keys is not None:
+            k, v = keys(name, k, v)
         logits = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(d)
-        hidden = torch.ones(rows, rows, dtype=torch.bool).triu(1)
-        p = logits.masked_fill(hidden, -math.inf).softmax(-1)
+        p = (logits + (causal(rows) if logit_bias is None else logit_bias)).softmax(-1)
         return self.linear(torch.einsum("hij,jhd->ihd", p, v).reshape(rows, -1), f"{name}.linear_proj")
 
     def mlp(self, x: Tensor, name: str) -> Tensor:
@@ -66,10 +89,11 @@ class Oracle:
             x = F.gelu(x, approximate="tanh" if self.m.family == "gpt2" else "none")
         return self.linear(x, f"{name}.linear_fc2")
 
-    def stack(self, x: Tensor, positions: Tensor) -> Tensor:
+    def stack(self, x: Tensor, positions: Tensor, logit_bias: Tensor | None = None, keys: Keys | None = None) -> Tensor:
         for i in range(self.m.num_layers):
             at = f"decoder.layers.{i}"
-            attended = self.attention(self.norm(x, f"{at}.input_layernorm"), positions, f"{at}.self_attention")
+            normed = self.norm(x, f"{at}.input_layernorm")
+            attended = self.attention(normed, positions, f"{at}.self_attention", logit_bias, keys)
             if self.m.parallel_residual:
                 x = x + attended + self.mlp(self.norm(x, f"{at}.pre_mlp_layernorm"), f"{at}.mlp")
             else:
@@ -85,6 +109,17 @@ class Oracle:
 
     def logits(self, ids: Tensor, method: str, options: dict[str, Any]) -> Tensor:
         """[n, vocab_size] of a sequence [n]."""
+        return self.run(ids, method, options).logits
+
+    def run(self, ids: Tensor, method: str, options: dict[str, Any], labels: Tensor | None = None) -> Result:
+        """Logits, and for the adaptive methods depth and auxiliary loss, of a sequence [n]."""
+        from tests.oracles import adaptive
+
+        if method in adaptive.METHODS:
+            return adaptive.METHODS[method](self, ids, options, labels)
+        return Result(self._plain(ids, method, options))
+
+    def _plain(self, ids: Tensor, method: str, options: dict[str, Any]) -> Tensor:
         positions = torch.arange(len(ids))
         if method == "pause":
             pauses = torch.full((len(ids), options["pauses"]), options["pause_token_id"])
@@ -112,11 +147,15 @@ class Oracle:
     ) -> tuple[Tensor, Weights]:
         """Mean cross entropy over the valid targets of the batch, and the gradient of every weight."""
         total = torch.zeros((), dtype=torch.float64)
+        aux = torch.zeros((), dtype=torch.float64)
         for ids, labels, mask in zip(ids_bn, labels_bn, mask_bn, strict=True):
-            losses = F.cross_entropy(self.logits(ids, method, options), labels, reduction="none")
+            result = self.run(ids, method, options, labels)
+            losses = F.cross_entropy(result.logits, labels, reduction="none")
             total = total + (losses * mask).sum()
+            if result.cost is not None:
+                aux = aux + result.cost(mask)
         loss = total / mask_bn.sum()
-        grads = torch.autograd.grad(loss, list(self.w.values()), allow_unused=True)
+        grads = torch.autograd.grad(loss + aux / mask_bn.sum(), list(self.w.values()), allow_unused=True)
         return loss.detach(), {
             k: torch.zeros_like(v) if g is None else g for (k, v), g in zip(self.w.items(), grads, strict=True)
         }

@@ -64,7 +64,7 @@ def saved_bytes(cfg: RunConfig) -> tuple[int, int]:
     batch, state, flow = MicroBatch(ids, ids, torch.ones(BATCH, TOKENS)), PassState(), None
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         for p in method.passes(0, 0):
-            flow = stage.run_pass(p, batch, flow, state)
+            flow = stage.run_pass(p, batch, flow, state, None)
     return sum(p.numel() for p in stage.parameters()), sum(s.nbytes() for s in kept.values())
 
 

@@ -37,7 +37,7 @@ class Loop(Method):
                     "use 1, or method vanilla",
                 )
 
-    def passes(self, seed: int, step: int) -> tuple[Pass, ...]:
+    def passes(self, seed: int, step: int | None) -> tuple[Pass, ...]:
         r = self.options.extra_passes
         return tuple(Pass(i, last=i == r) for i in range(r + 1))
 

@@ -41,7 +41,7 @@ class Pause(Method):
                     "ponder.options.pause_token_id", self.pause_token_id, "it must be a token id", "use 0 or more"
                 )
 
-    def passes(self, seed: int, step: int) -> tuple[Pass, ...]:
+    def passes(self, seed: int, step: int | None) -> tuple[Pass, ...]:
         return (Pass(0, last=True, slots=self.options.pauses + 1),)
 
     def embedding_scale(self) -> float:

@@ -45,7 +45,7 @@ class PonderLM(Method):
                     "ponder.options.topk", self.topk, "it must not be negative", "use 0 for the whole vocabulary"
                 )
 
-    def passes(self, seed: int, step: int) -> tuple[Pass, ...]:
+    def passes(self, seed: int, step: int | None) -> tuple[Pass, ...]:
         s = self.options.steps
         return tuple(Pass(i, last=i == s) for i in range(s + 1))
 

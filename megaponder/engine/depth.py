@@ -1,0 +1,78 @@
+"""Statistics of halting: sums over valid tokens, reduced with the losses, and what a reader wants to know of them.
+
+Sums are in the ranks' own tokens, so they add up over micro-batches, data-parallel and sequence-parallel ranks alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BINS = 10
+"""Bins of the gates' histograms, between 0 and 1."""
+COLLAPSED = 0.98
+"""Share of tokens at one depth from which on the gates count as collapsed."""
+
+
+def names(depth: int, gates: int) -> list[str]:
+    """Sums that a method with halting adds: depth moments, share of tokens at each depth, gate histograms."""
+    moments = ["depth", "depth_sq", "nll_sq", "depth_nll"]
+    return [*moments, *(f"at{k}" for k in range(1, depth + 1)), *_gate_names(gates)]
+
+
+def _gate_names(gates: int) -> list[str]:
+    return [f"gate{i}/{b}" for i in range(gates) for b in range(BINS)]
+
+
+@torch.no_grad()
+def sums(
+    depth_sb: Tensor, nll_sb: Tensor, valid_sb: Tensor, gates: Sequence[tuple[Tensor, Tensor]], deepest: int
+) -> dict[str, Tensor]:
+    """The sums of one micro-batch over this rank's tokens; all inputs [tokens of this rank, b]."""
+    depth, nll, valid = depth_sb.float(), nll_sb.float(), valid_sb.float()
+    out = {
+        "depth": (depth * valid).sum(),
+        "depth_sq": (depth.square() * valid).sum(),
+        "nll_sq": (nll.square() * valid).sum(),
+        "depth_nll": (depth * nll * valid).sum(),
+    }
+    for k in range(1, deepest + 1):
+        out[f"at{k}"] = ((depth == k) * valid).sum()
+    for i, (values, asked) in enumerate(gates):
+        weight = asked * valid
+        index = (values * BINS).long().clamp(0, BINS - 1)
+        histogram = torch.zeros(BINS, device=depth.device).index_add_(0, index.flatten(), weight.float().flatten())
+        out |= {f"gate{i}/{b}": histogram[b] for b in range(BINS)}
+    return out
+
+
+def describe(means: Mapping[str, float], loss: float) -> dict[str, Any]:
+    """From means over tokens to metrics: mean depth, active share per pass, correlation of depth and NLL, histograms.
+
+    `gates` counts are normalised per gate; `collapsed` is 1.0 where nearly all tokens have the same depth.
+    """
+    at = [means[name] for name in sorted((k for k in means if k.startswith("at")), key=lambda k: int(k[2:]))]
+    if not at:
+        return {}
+    depth = means["depth"]
+    var_depth, var_nll = means["depth_sq"] - depth**2, means["nll_sq"] - loss**2
+    spread = math.sqrt(max(var_depth, 0.0) * max(var_nll, 0.0))
+    active = [sum(at[k:]) for k in range(len(at))]
+    out: dict[str, Any] = {
+        "depth/mean": depth,
+        "depth/nll_correlation": (means["depth_nll"] - depth * loss) / spread if spread > 1e-9 else 0.0,
+        "depth/collapsed": float(max(at) >= COLLAPSED),
+        "depth/kv_reuse": 1.0 - sum(active[1:]) / max(1, len(active) - 1),
+    }
+    out |= {f"depth/active_pass{k}": share for k, share in enumerate(active)}
+    gate = 0
+    while f"gate{gate}/0" in means:
+        counts = [means[f"gate{gate}/{b}"] for b in range(BINS)]
+        total = sum(counts)
+        out[f"gate/histogram{gate}"] = [c / total if total else 0.0 for c in counts]
+        gate += 1
+    return out

@@ -1,0 +1,151 @@
+"""PonderLM-2: every token thinks K latent thoughts, states of the stack that are fed back as rows of their own.
+
+    rows of token t: c We[id_t], z_1 .. z_K (token-major, all at position t);   h = N(Stack(rows))
+    K initial passes, of 1 .. K rows a token:  z_1 .. z_{k+1} <- h_0 .. h_k
+    J Jacobi refinements of K + 1 rows:        z_1 .. z_K <- h_0 .. h_{K-1}
+    final pass:                                logits = h_K Wo^T
+
+Every gradient flows.  `softmax_feedback` feeds softmax(h Wo^T) (c We) instead of h.  Source: arXiv 2509.23184 and its
+code.  That draws J for every forward call and rank; here it is drawn from (seed, step), the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megaponder.errors import ConfigError
+from megaponder.ponder.base import (
+    EntryTools,
+    ExitTools,
+    Flow,
+    Method,
+    Pass,
+    Readout,
+    Shape,
+    depth_scaled,
+    interleave,
+    register,
+    slot,
+)
+from megaponder.ponder.halting import at_least
+
+
+@dataclass
+class LatentOptions:
+    """Options of the methods that refine latent thoughts by Jacobi iterations."""
+
+    latents: int = 1
+    """K: latent thoughts of a token."""
+    jacobi: int = 3
+    """J: refinements in evaluation, and in training where none are drawn."""
+    jacobi_from: int = 0
+    """Training draws J uniformly from jacobi_from .. jacobi_to (the papers: 2 .. 3 for Llama, 2 .. 4 for GPT-NeoX)."""
+    jacobi_to: int = 0
+    """0: J is fixed in training too."""
+
+    def __post_init__(self) -> None:
+        at_least(self, "latents", 1)
+        at_least(self, "jacobi", 0)
+        if self.jacobi_from < 0 or self.jacobi_to < self.jacobi_from:
+            raise ConfigError(
+                "ponder.options.jacobi_to",
+                self.jacobi_to,
+                f"it must be at least jacobi_from = {self.jacobi_from}, which is at least 0",
+                f"use {max(self.jacobi_from, 0)}",
+            )
+
+
+class LatentMethod(Method):
+    """The passes and rows of PonderLM-2, which PonderLM-3 shares."""
+
+    final_reads: tuple[int, ...] | None = None
+    """Slots that the readout looks at (None: all)."""
+
+    def passes(self, seed: int, step: int | None) -> tuple[Pass, ...]:
+        o = self.options
+        k, j = o.latents, o.jacobi
+        if step is not None and o.jacobi_to:
+            j = random.Random(f"jacobi/{seed}/{step}").randint(o.jacobi_from, o.jacobi_to)
+        grow = [Pass(i, False, slots=i + 1, feedback_slots=i + 1) for i in range(k)]
+        refine = [Pass(k + i, False, slots=k + 1, feedback_slots=k, reads=tuple(range(k))) for i in range(j)]
+        return (*grow, *refine, Pass(k + j, True, slots=k + 1, reads=self.final_reads))
+
+    def _watch(self, p: Pass, latents: Tensor, carry: dict[str, Tensor], tools: ExitTools) -> None:
+        """Note how far this refinement moved the latents: sum over valid tokens of the mean square."""
+        if p.reads is not None:
+            moved = (latents.detach().float() - carry["latents"].float()).square().mean(-1)
+            per_token = moved.unflatten(0, (-1, p.feedback_slots)).mean(1)
+            carry[f"jacobi{p.index - self.options.latents}"] = (per_token * tools.valid_sb).sum()
+        carry["latents"] = latents.detach()
+
+    @staticmethod
+    def _residuals(carry: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: value for name, value in carry.items() if name.startswith("jacobi")}
+
+    def stat_names(self, plan: Sequence[Pass]) -> tuple[str, ...]:
+        return (*self.stats, *(f"jacobi{i}" for i in range(len(plan) - 1 - self.options.latents)))
+
+    def embedding_scale(self) -> float:
+        return math.sqrt(2.5 * self.shape.hidden_size)  # times std sqrt(2/(5H)) = 1, the RMS of the states beside it
+
+    def initialisation(self) -> tuple[str, float]:
+        return depth_scaled(self.shape, self.options.latents + 1 if self.shape.family == "pythia" else 1)
+
+    def enter(
+        self, p: Pass, ids_bn: Tensor, feedback: Flow | None, carry: dict[str, Tensor], tools: EntryTools
+    ) -> Flow:
+        if feedback is None:
+            carry["embedding"] = tools.embed(ids_bn)
+            return Flow(carry["embedding"])
+        latents = p.slots - 1
+        return Flow(interleave([carry["embedding"], *(slot(feedback.rows, latents, i) for i in range(latents))]))
+
+
+@register
+class PonderLM2(LatentMethod):
+    """Latent thoughts."""
+
+    name = "ponderlm2"
+    summary = "latents extra rows per token, refined by jacobi parallel iterations"
+
+    @dataclass
+    class Options(LatentOptions):
+        softmax_feedback: bool = False
+        """Feed back the expected embedding instead of the state (the official `interpolation`)."""
+        topk: int = 0
+        """Tokens in that mixture; 0 means the whole vocabulary."""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            at_least(self, "topk", 0)
+
+    def __init__(self, options: Any, shape: Shape):
+        super().__init__(options, shape)
+        self.mixes_vocabulary = options.softmax_feedback
+        self.final_reads = (options.latents,)
+
+    def embedding_scale(self) -> float:
+        return math.sqrt(self.shape.hidden_size) if self.options.softmax_feedback else super().embedding_scale()
+
+    def leave(self, p: Pass, rows: Tensor, riders: Tensor | None, carry: dict[str, Tensor], tools: ExitTools) -> Flow:
+        h = tools.norm(rows)
+        latents = tools.mixture(h, self.options.topk) if self.options.softmax_feedback else h
+        self._watch(p, latents, carry, tools)
+        return Flow(latents)
+
+    def readout(
+        self, p: Pass, rows: Tensor, riders: Tensor | None, carry: dict[str, Tensor], tools: ExitTools
+    ) -> Readout:
+        return Readout(tools.norm(rows), stats=self._residuals(carry))
+
+    def extra_flops(self, p: Pass, vocab_size: int) -> float:
+        if p.last or not self.options.softmax_feedback:
+            return 0.0
+        h = self.shape.hidden_size
+        return p.feedback_slots * (2.0 * vocab_size * h + 2.0 * (self.options.topk or vocab_size) * h)
