@@ -71,24 +71,33 @@ class SdpaCore(nn.Module):
             return self._attend(*augment(q, k, v, key_bias, scale), scale)[..., :d]
         return self._attend(q, k, v, self.scale)
 
-    def union(
-        self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], alive: Sequence[Tensor | None]
-    ) -> Tensor:
-        """One softmax over several sets of keys, each causal in tokens (row i sees rows <= i of every set).
-
-        `alive` [rows, b] per set is false at keys that do not exist; None: all do.  A row that sees no key at all gets
-        finite junk.
-        """
-        rows = q.shape[0]
-        k, v = torch.cat(list(keys)), torch.cat(list(values))
+    def masked(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        """Attention under any mask: `visible` [b or 1, 1, q rows, k rows] is true where a row may read a key."""
         k, v = self._all_heads(q, k), self._all_heads(q, v)
-        mask = _causal(rows, rows, q.device).repeat(1, len(keys))[None]
-        exists = [torch.ones(rows, q.shape[1], dtype=torch.bool, device=q.device) if a is None else a for a in alive]
-        mask = mask & torch.cat(exists).t()[:, None]
-        mask = mask | ~mask.any(-1, keepdim=True)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=self.scale)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=self.scale)
         return out.permute(2, 0, 1, 3)
+
+    def union(
+        self,
+        q: Tensor,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        alive: Sequence[Tensor | None],
+        visible: Tensor | None = None,
+    ) -> Tensor:
+        """One softmax over several sets of keys of n rows each, causal in tokens within every set.
+
+        `alive` [n, b] per set is false at keys that do not exist; None: all do.  `visible` [b, q rows, n] replaces the
+        causal mask.  A row that sees no key at all gets finite junk.
+        """
+        n = keys[0].shape[0]
+        if visible is None:
+            visible = _causal(n, n, q.device)[None]
+        exists = [torch.ones(n, q.shape[1], dtype=torch.bool, device=q.device) if a is None else a for a in alive]
+        mask = visible.repeat(1, 1, len(keys)) & torch.cat(exists).t()[:, None]
+        mask = mask | ~mask.any(-1, keepdim=True)
+        return self.masked(q, torch.cat(list(keys)), torch.cat(list(values)), mask[:, None])
 
     @staticmethod
     def _all_heads(q: Tensor, x: Tensor) -> Tensor:

@@ -20,6 +20,8 @@ class PassLike(Protocol):
     def feedback_slots(self) -> int: ...
     @property
     def reads(self) -> Sequence[int] | None: ...
+    @property
+    def key_sets(self) -> int: ...
 
 
 class MethodLike(Protocol):
@@ -30,6 +32,7 @@ class MethodLike(Protocol):
     rider_channels: int
     mixes_vocabulary: bool
     keeps_kv: bool
+    skips: bool
 
     def passes(self, seed: int, step: int | None) -> Sequence[PassLike]: ...
     def extra_flops(self, p: Any, vocab_size: int) -> float: ...
@@ -44,6 +47,8 @@ class MethodFacts:
     rider_channels: int = 0
     mixes_vocabulary: bool = False
     keeps_kv: bool = False
+    skips: bool = False
+    """Tokens halt, and a halted one needs no computation."""
     varying_passes: bool = False
     """The number of passes differs between steps."""
     pause_token_id: int | None = None
@@ -64,6 +69,7 @@ def facts_of(method: MethodLike, seed: int = 0) -> MethodFacts:
         rider_channels=method.rider_channels,
         mixes_vocabulary=method.mixes_vocabulary,
         keeps_kv=method.keeps_kv,
+        skips=method.skips,
         varying_passes=len(counts) > 1,
         pause_token_id=getattr(method.options, "pause_token_id", None),
     )

@@ -64,6 +64,8 @@ class PonderConfig:
     """Name of the method; `megaponder plan --methods` lists them with their options."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the method, for example {steps: 3, topk: 0}; unknown ones are refused."""
+    skip_halted: bool = False
+    """Leave halted tokens out of the computation instead of masking them: the same numbers, less work."""
 
 
 @dataclass

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,29 +49,59 @@ def sums(
     return out
 
 
-def describe(means: Mapping[str, float], loss: float) -> dict[str, Any]:
-    """From means over tokens to metrics: mean depth, active share per pass, correlation of depth and NLL, histograms.
+def metrics(means: Mapping[str, float], loss: float) -> dict[str, float]:
+    """From means over tokens to what a reader wants to know.
 
-    `gates` counts are normalised per gate; `collapsed` is 1.0 where nearly all tokens have the same depth.
+    mean_depth; active_pass{k}, the share of tokens that run pass k; kv_reuse, the share of later token-passes that
+    reuse keys and values; depth_nll_correlation; collapsed, 1.0 where nearly all tokens have one depth;
+    gate{k}_bin{j}, the share of gate values between j/10 and (j+1)/10; jacobi_rmse{j}, how far refinement j moved the
+    latents.
     """
+    out = {name: value for name, value in means.items() if name not in _raw(means)}
+    out |= {f"jacobi_rmse{k[6:]}": math.sqrt(max(0.0, v)) for k, v in means.items() if k.startswith("jacobi")}
     at = [means[name] for name in sorted((k for k in means if k.startswith("at")), key=lambda k: int(k[2:]))]
     if not at:
-        return {}
+        return out
     depth = means["depth"]
     var_depth, var_nll = means["depth_sq"] - depth**2, means["nll_sq"] - loss**2
     spread = math.sqrt(max(var_depth, 0.0) * max(var_nll, 0.0))
     active = [sum(at[k:]) for k in range(len(at))]
-    out: dict[str, Any] = {
-        "depth/mean": depth,
-        "depth/nll_correlation": (means["depth_nll"] - depth * loss) / spread if spread > 1e-9 else 0.0,
-        "depth/collapsed": float(max(at) >= COLLAPSED),
-        "depth/kv_reuse": 1.0 - sum(active[1:]) / max(1, len(active) - 1),
+    out |= {
+        "mean_depth": depth,
+        "depth_nll_correlation": (means["depth_nll"] - depth * loss) / spread if spread > 1e-9 else 0.0,
+        "collapsed": float(max(at) >= COLLAPSED),
+        "kv_reuse": 1.0 - sum(active[1:]) / max(1, len(active) - 1),
     }
-    out |= {f"depth/active_pass{k}": share for k, share in enumerate(active)}
+    out |= {f"active_pass{k}": share for k, share in enumerate(active)}
     gate = 0
     while f"gate{gate}/0" in means:
         counts = [means[f"gate{gate}/{b}"] for b in range(BINS)]
-        total = sum(counts)
-        out[f"gate/histogram{gate}"] = [c / total if total else 0.0 for c in counts]
+        if total := sum(counts):
+            out |= {f"gate{gate}_bin{b}": c / total for b, c in enumerate(counts)}
         gate += 1
     return out
+
+
+def _raw(means: Mapping[str, float]) -> set[str]:
+    sums = {"depth", "depth_sq", "nll_sq", "depth_nll"}
+    return sums | {k for k in means if k.startswith(("at", "jacobi")) or "/" in k}
+
+
+def active_shares(metrics: Mapping[str, float]) -> list[float]:
+    """Share of tokens that run each pass, from `metrics`; empty for methods without halting."""
+    shares: list[float] = []
+    while (name := f"active_pass{len(shares)}") in metrics:
+        shares.append(metrics[name])
+    return shares
+
+
+def collapse_warning(metrics: Mapping[str, float]) -> str | None:
+    """A sentence where nearly all tokens run equally many passes."""
+    shares = active_shares(metrics)
+    if not metrics.get("collapsed"):
+        return None
+    what = "never halt" if shares[-1] >= COLLAPSED else "halt at the same pass"
+    return (
+        f"The gates are collapsed: at least {COLLAPSED:.0%} of the tokens {what} (mean depth "
+        f"{metrics['mean_depth']:.2f} of {len(shares)}), so nothing is adaptive at this step."
+    )

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -32,6 +33,7 @@ from megaponder.backbone.embedding import Embedding
 from megaponder.config.schema import RunConfig
 from megaponder.engine.groups import Groups
 from megaponder.engine.mixture import mask_padding
+from megaponder.engine.rows import Attending, Rows
 from megaponder.engine.stash import PassState
 from megaponder.engine.table import InputTable
 from megaponder.engine.tools import StageEntryTools, StageExitTools, run_pre_hooks
@@ -51,6 +53,7 @@ class PonderStage(MegatronModule):
         self.method, self.groups, self.embedding_scale = method, groups, embedding_scale
         self.vocab_size = m.vocab_size
         self.recompute = cfg.parallel.recompute == "layer"
+        self.skip_halted = cfg.ponder.skip_halted
         first, last = self.pre_process, self.post_process = groups.is_first_stage, groups.is_last_stage
         rows = padded_vocab(m.vocab_size, m.vocab_multiple)
         tied = bool(m.tie_embeddings)
@@ -163,11 +166,23 @@ class PonderStage(MegatronModule):
         angles = self.rotary(rows // p.slots)
         return angles if p.slots == 1 else angles.repeat_interleave(p.slots, dim=0)
 
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """The group over which a sequence's tokens are sharded, if they are."""
+        return self.groups.tp if self.config.sequence_parallel else None
+
     def _layers(self, p: Pass, flow: Flow, kept: Sequence[Kept]) -> tuple[Tensor, list[Kept]]:
         x, out = flow.rows, []
         riders = self._riders_in_attention(flow.riders)
         whole = x.shape[0] * (self.groups.tp_size if self.config.sequence_parallel else 1)
         rotary = self._rotary(p, whole)
+        active, own, rows = self.method.active(p, riders), None, None
+        if active is not None and self.skip_halted:
+            mine = self.method.active(p, flow.riders)
+            assert mine is not None
+            own = Rows(mine, self.shard_group())
+            rows = own.whole()
+            x = own.take(x)
+            rotary = None if rotary is None else rotary[:, 0, 0][rows.index][:, :, None]
         final = len(self.decoder.layers) - 1 if self.groups.is_last_stage and p.reads is not None else -1
         for i, layer in enumerate(self.decoder.layers):
             reads = (p.slots, p.reads) if i == final and p.reads is not None else None
@@ -180,7 +195,7 @@ class PonderStage(MegatronModule):
                 reads: Reads | None = reads,
             ) -> tuple[Tensor, Kept]:
                 def attend(q: Tensor, k: Tensor, v: Tensor, kept: Kept, core: Any) -> tuple[Tensor, Kept]:
-                    return self.method.attend(p, q, k, v, riders, kept, core)
+                    return self.method.attend(p, q, k, v, riders, kept, Attending(core, rows, active))
 
                 return layer(x, rotary, attend, before, reads)
 
@@ -191,7 +206,7 @@ class PonderStage(MegatronModule):
             else:
                 x, left = run(x, riders, *before)
             out.append(() if p.last else left)
-        return x, out
+        return (x if own is None else own.put(x, flow.rows)), out
 
     # --- head ---------------------------------------------------------------------------------------------------------
     def local_logits(self, hidden_sbh: Tensor) -> Tensor:
@@ -199,9 +214,13 @@ class PonderStage(MegatronModule):
         logits, _ = self.output_layer(hidden_sbh, weight=self.head_weight() if self.tied else None)
         return mask_padding(logits.float(), self.vocab_size - self.groups.tp_rank * logits.shape[-1])
 
+    def cross_entropy(self, hidden_sbh: Tensor, labels_nb: Tensor) -> Tensor:
+        """Cross entropy of every row, FP32 [n, b]."""
+        return vocab_parallel_cross_entropy(self.local_logits(hidden_sbh), labels_nb)
+
     def token_losses(self, hidden_sbh: Tensor, batch: MicroBatch) -> Tensor:
         """Cross entropy of every token, FP32 [n, b]."""
-        return vocab_parallel_cross_entropy(self.local_logits(hidden_sbh), batch.labels_bn.t().contiguous())
+        return self.cross_entropy(hidden_sbh, batch.labels_bn.t().contiguous())
 
     def forward(
         self, p: Pass, batch: MicroBatch, incoming: Flow | None, state: PassState, step: int | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 
 from megaponder.engine.mixture import vocabulary_mixture
+from megaponder.engine.rows import Rows, on_active
 
 if TYPE_CHECKING:
     from megaponder.data.batch import MicroBatch
@@ -76,10 +78,22 @@ class StageExitTools:
             return x  # under sequence parallelism a token lives on one rank only
         return _FromFirst.apply(x, groups.tp)
 
+    def on(self, active: Tensor, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """compute(x) at active tokens, 0 at the others; with skip_halted the others are left out of the work."""
+        if self._stage.skip_halted:
+            return on_active(active, compute, x, self._stage.shard_group())
+        out = compute(x)
+        return torch.where(active.reshape(*active.shape, *([1] * (out.dim() - 2))), out, torch.zeros_like(out))
+
     @torch.no_grad()
-    def target_probability(self, h_sbh: Tensor) -> Tensor:
-        """exp(-cross entropy) of each token's target: [tokens of this rank, b]."""
-        return self.mine(torch.exp(-self._stage.token_losses(h_sbh.detach(), self._batch)))
+    def target_probability(self, h_sbh: Tensor, active: Tensor) -> Tensor:
+        """exp(-cross entropy) of each active token's target, anything elsewhere: [tokens of this rank, b]."""
+        stage, labels = self._stage, self._batch.labels_bn.t().contiguous()
+        if not stage.skip_halted:
+            return self.mine(torch.exp(-stage.cross_entropy(h_sbh.detach(), labels)))
+        rows = Rows(active, stage.shard_group())
+        p = torch.exp(-stage.cross_entropy(rows.take(h_sbh.detach()), rows.whole().take(labels)))
+        return rows.put(self.mine(p), torch.zeros(active.shape, device=p.device))
 
     @torch.no_grad()
     def confidence(self, h_sbh: Tensor) -> Tensor:

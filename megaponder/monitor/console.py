@@ -13,6 +13,8 @@ def line(row: Row, total_steps: int) -> str:
         parts.append(f"loss {v['loss']:.4f}")
     if v.get("auxiliary_loss"):
         parts.append(f"aux {v['auxiliary_loss']:.4f}")
+    if "mean_depth" in row.stats:
+        parts.append(f"depth {row.stats['mean_depth']:.2f}")
     if "grad_norm" in v:
         parts.append(f"grad norm {v['grad_norm']:.3f}")
     if "learning_rate" in v:

@@ -23,6 +23,7 @@ class Monitor:
         self._run = Path(cfg.run)
         self._trackers: list[Tracker] = []
         self._noted: dict[str, float] = {}
+        self._warned: set[str] = set()
 
     def start(self, step: int, tokens: int) -> None:
         """Open the files at the position from which the run goes on; rows beyond it are set aside."""
@@ -43,6 +44,12 @@ class Monitor:
         """A sentence on the console."""
         if self.logs:
             print(text, flush=True)
+
+    def warn(self, about: str, sentence: str | None) -> None:
+        """A warning, said when it begins to hold and not again until it has ceased to."""
+        if sentence and about not in self._warned:
+            self.say(f"warning: {sentence}")
+        (self._warned.add if sentence else self._warned.discard)(about)
 
     @contextmanager
     def pause(self, name: str) -> Iterator[None]:

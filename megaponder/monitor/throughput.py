@@ -7,7 +7,7 @@ twice forward.  MFU counts the needed FLOPs, HFU those executed (with recompute)
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 TERA = 1e12
@@ -24,6 +24,14 @@ class Costs:
     devices: int
     peak_tflops: float | None
     """Of one device; None when it is not known, and then no utilisation is shown."""
+    by_pass: tuple[float, ...] = ()
+    """Needed FLOPs of each pass, where halted tokens do not need them; else empty."""
+
+    def needed_share(self, active: Sequence[float]) -> float:
+        """Share of the needed FLOPs that is left when only these shares of the tokens run each pass."""
+        if not self.by_pass or len(active) != len(self.by_pass):
+            return 1.0
+        return sum(a * f for a, f in zip(active, self.by_pass, strict=True)) / sum(self.by_pass)
 
     def sentence(self) -> str:
         """The numbers and their convention, for the start of a run."""
@@ -49,8 +57,8 @@ class Throughput:
         """Leave this much of the interval out."""
         self._out += seconds
 
-    def rates(self, step: int, tokens: int) -> dict[str, float]:
-        """Values of a row at this position; begins the next interval."""
+    def rates(self, step: int, tokens: int, needed_share: float = 1.0) -> dict[str, float]:
+        """Values of a row at this position; begins the next interval.  `needed_share`: see `Costs.needed_share`."""
         seconds = max(1e-9, self._clock() - self._begin - self._out)
         steps, done, c = step - self._step, tokens - self._tokens, self.costs
         self.restart(step, tokens)
@@ -59,7 +67,7 @@ class Throughput:
             "step_seconds": seconds / max(1, steps),
             "tokens_per_second": done / seconds,
             "tokens_per_second_per_device": per_device,
-            "tflops_per_device": per_device * c.needed / TERA,
+            "tflops_per_device": per_device * c.needed * needed_share / TERA,
         }
         if c.peak_tflops:
             values["mfu"] = values["tflops_per_device"] / c.peak_tflops

@@ -5,7 +5,8 @@ backward is twice forward; *needed* FLOPs count each pass once (no recompute), *
 The unit is one real token: a pass with m slots a token runs m rows of the stack for it.
 
     linear      2 L (2 H^2 + 2 H H_kv + nm H F) a row       nm = 3 (SwiGLU) or 2 (GELU)
-    attention   4 L H a visible key; row i of m n rows sees i + 1 keys
+                less 2 (H^2 + nm H F) in the last layer for a row whose output nobody reads
+    attention   4 L H a visible key; row i of m n rows sees i + 1 keys of each key set
     head        2 V H, in the last pass
     extra       what the method says (`extra_flops`): vocabulary mixtures, gates
 """
@@ -73,6 +74,13 @@ def linear_flops(model: ModelConfig) -> float:
     return 2.0 * model.num_layers * (2 * h * h + 2 * h * kv + mlp)
 
 
+def unread_flops(model: ModelConfig) -> float:
+    """What the last layer does not compute for a row that serves as a key only: its output projection and MLP."""
+    assert model.hidden_size and model.ffn_size
+    matrices = 3 if model.family == "llama" else 2
+    return 2.0 * (model.hidden_size**2 + matrices * model.hidden_size * model.ffn_size)
+
+
 def attention_flops(model: ModelConfig, tokens: int, slots: int) -> float:
     """Attention FLOPs of the stack per token, forward, causal half: m rows a token, each of m n rows sees its past."""
     assert model.hidden_size and model.num_layers
@@ -84,11 +92,12 @@ def pass_flops(cfg: RunConfig, method: MethodLike, p: PassLike) -> PassFlops:
     """FLOPs of one pass of a resolved configuration whose vocabulary is known."""
     model = cfg.model
     assert model.vocab_size and model.hidden_size
+    unread = 0 if p.reads is None else p.slots - len(p.reads)
     return PassFlops(
         index=p.index,
         slots=p.slots,
-        linear=p.slots * linear_flops(model),
-        attention=attention_flops(model, cfg.data.sequence_length, p.slots),
+        linear=p.slots * linear_flops(model) - unread * unread_flops(model),
+        attention=p.key_sets * attention_flops(model, cfg.data.sequence_length, p.slots),
         head=2.0 * model.vocab_size * model.hidden_size if p.last else 0.0,
         extra=method.extra_flops(p, model.vocab_size),
     )

@@ -19,7 +19,7 @@ Shapes: s rows of this rank (sequence-sharded under sequence parallelism), b mic
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Protocol
 
@@ -44,6 +44,9 @@ class Pass:
     reads: tuple[int, ...] | None = None
     """Slots whose output `leave` or `readout` looks at, None for all: the last layer finishes only these rows (after
     its attention, where the others still serve as keys), and the method is given only these."""
+
+    key_sets: int = 1
+    """Sets of keys, of as many rows as the pass has, that a row attends to (for the FLOPs count)."""
 
 
 class EntryTools(Protocol):
@@ -81,8 +84,14 @@ class ExitTools(Protocol):
     def agree(self, x: Tensor) -> Tensor:
         """x with the same bits on all ranks that hold these tokens: for whatever a decision is made from."""
 
-    def target_probability(self, h_sbh: Tensor) -> Tensor:
-        """Probability of each token's target under the head, FP32 without gradient [tokens of this rank, b]."""
+    def on(self, active: Tensor, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """compute(x) for the active tokens (bool [s, b]) and 0 for the others, which may be left out of the work.
+
+        x [s, b, H]; `compute` maps rows to rows, each by itself.
+        """
+
+    def target_probability(self, h_sbh: Tensor, active: Tensor) -> Tensor:
+        """Probability of each active token's target under the head, FP32 without gradient [tokens of this rank, b]."""
 
     def confidence(self, h_sbh: Tensor) -> Tensor:
         """Largest next-token probability under the head, FP32 without gradient [tokens of this rank, b]."""
@@ -102,7 +111,13 @@ class CoreAttention(Protocol):
     def union(
         self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], alive: Sequence[Tensor | None]
     ) -> Tensor:
-        """One softmax over several key sets of as many rows as q; row i sees rows <= i of each that are alive."""
+        """One softmax over several key sets of all tokens; a token sees the keys of tokens <= it that are alive."""
+
+    def place(self, new: Tensor, old: Tensor | None = None) -> Tensor:
+        """Rows of all tokens from rows of this pass: `new` at active tokens, `old` (None: anything) at halted ones.
+
+        Halted tokens may be absent from q, k and v: only what went through `place` has a row for each token.
+        """
 
 
 @dataclass
@@ -157,6 +172,8 @@ class Method:
     """`attend` keeps tensors for the next pass."""
     halts: bool = False
     """Tokens run a number of passes of their own: `readout` gives `Readout.depth`."""
+    skips: bool = False
+    """A halted token needs no computation in training either: needed FLOPs count the active share of each pass."""
     stats: tuple[str, ...] = ()
     """Names that `readout` fills in `Readout.stats`, the same on all ranks (see `stat_names`)."""
 
@@ -196,6 +213,10 @@ class Method:
         """Rows that enter pass p on the first stage; `feedback` is None in pass 0."""
         return Flow(tools.embed(ids_bn))
 
+    def active(self, p: Pass, riders: Tensor | None) -> Tensor | None:
+        """Tokens that take part in pass p, bool [s, b], from the riders; None: all.  Methods with `skips` answer."""
+        return None
+
     def attend(
         self,
         p: Pass,
@@ -210,6 +231,7 @@ class Method:
 
         q [rows, b, h, d], k and v [rows, b, h_kv, d] after RoPE; `riders` [rows, b, R] of the whole sequence; `kept`
         is what this layer kept in the previous pass (empty in pass 0).  Returns [rows, b, h, d] and what to keep.
+        Where halted tokens are skipped, q, k and v have the active rows only; `core.place` makes whole ones of them.
         """
         return core(q, k, v), ()
 

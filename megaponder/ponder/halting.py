@@ -79,6 +79,7 @@ class AlignedHalting(Method):
     mixes_vocabulary = True
     keeps_kv = True
     halts = True
+    skips = True
 
     def decide(
         self, p: Pass, state: Tensor, active: Tensor, carry: dict[str, Tensor], tools: ExitTools
@@ -116,6 +117,9 @@ class AlignedHalting(Method):
         carry["embedding"] = rows
         return Flow(rows, riders)
 
+    def active(self, p: Pass, riders: Tensor | None) -> Tensor | None:
+        return None if p.index == 0 or riders is None else riders[..., 0] > 0.5
+
     def attend(
         self,
         p: Pass,
@@ -127,9 +131,7 @@ class AlignedHalting(Method):
         core: CoreAttention,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         if kept:
-            assert riders is not None
-            active = (riders > 0.5)[..., None]
-            k, v = torch.where(active, k, kept[0]), torch.where(active, v, kept[1])
+            k, v = core.place(k, kept[0]), core.place(v, kept[1])
         return core(q, k, v), (k, v)
 
     def leave(self, p: Pass, rows: Tensor, riders: Tensor | None, carry: dict[str, Tensor], tools: ExitTools) -> Flow:
@@ -139,9 +141,10 @@ class AlignedHalting(Method):
         weight, go_on = self.decide(p, state, active, carry, tools)
         go_on = go_on & active
         carry["depth"] = carry["depth"] + go_on.float() if p.index else 1.0 + go_on.float()
-        mixed = tools.mixture(state, getattr(self.options, "topk", 0))
-        scale = go_on.float() if weight is None else go_on * weight
-        return Flow(mixed * scale.to(mixed.dtype)[..., None], go_on.float()[..., None])
+        mixed = tools.on(go_on, lambda h: tools.mixture(h, getattr(self.options, "topk", 0)), state)
+        if weight is not None:
+            mixed = mixed * weight.to(mixed.dtype)[..., None]
+        return Flow(mixed, go_on.float()[..., None])
 
     def _carried(self, p: Pass, rows: Tensor, active: Tensor, carry: dict[str, Tensor], tools: ExitTools) -> Tensor:
         """The last state of each token that was computed while it was active."""

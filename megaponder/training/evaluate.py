@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megaponder.config.schema import RunConfig
 from megaponder.data.stream import SampleStream
+from megaponder.engine import depth
 from megaponder.training.stop import StopFlag
 
 if TYPE_CHECKING:
     from megaponder.engine.step import Engine
 
 
-def evaluate(cfg: RunConfig, engine: Engine, valid: SampleStream, stop: StopFlag) -> float | None:
-    """Mean loss over the valid tokens of eval_batches global batches; None if a signal has cut it short.
+@dataclass
+class Evaluation:
+    """Means over the valid tokens of all evaluation batches."""
 
-    Plans that are drawn anew in every step are evaluated at step 0, so that the curve has one meaning.
+    loss: float
+    stats: dict[str, float]
+    """What `engine.depth.metrics` tells of the method."""
+
+
+def evaluate(cfg: RunConfig, engine: Engine, valid: SampleStream, stop: StopFlag) -> Evaluation | None:
+    """Means over the valid tokens of eval_batches global batches; None if a signal has cut it short.
+
+    Methods whose training draws its passes have a fixed plan here, so that the curve has one meaning.
     """
-    g, loss, tokens = engine.groups, 0.0, 0
+    g, tokens = engine.groups, 0
+    sums: dict[str, float] = {"loss": 0.0}
     for i in range(cfg.train.eval_batches):
         if stop.agreed():
             return None
@@ -25,5 +37,9 @@ def evaluate(cfg: RunConfig, engine: Engine, valid: SampleStream, stop: StopFlag
             i * cfg.train.global_batch, cfg.train.global_batch, cfg.train.micro_batch, g.dp_rank, g.dp_size
         )
         out = engine.forward_backward(batches, 0, train=False)
-        loss, tokens = loss + out.loss * out.tokens, tokens + out.tokens
-    return loss / max(1, tokens)
+        tokens += out.tokens
+        for name, mean in {"loss": out.loss, **out.stats}.items():
+            sums[name] = sums.get(name, 0.0) + mean * out.tokens
+    means = {name: value / max(1, tokens) for name, value in sums.items()}
+    loss = means.pop("loss")
+    return Evaluation(loss, depth.metrics(means, loss))

@@ -10,6 +10,7 @@ from megaponder.checkpoint.save import Saver
 from megaponder.config.budget import batch_at, sequences_after
 from megaponder.config.schema import RunConfig
 from megaponder.data.stream import build_streams
+from megaponder.engine import depth
 from megaponder.engine.build import build_engine
 from megaponder.engine.groups import Groups
 from megaponder.monitor.monitor import Monitor
@@ -69,12 +70,16 @@ def run(cfg: RunConfig, groups: Groups) -> None:
             if monitor.due(step):
                 row.values = {"loss": out.loss, "grad_norm": norm, "learning_rate": lr, "global_batch": batch}
                 row.values |= {"auxiliary_loss": out.aux} if out.aux else {}
-                row.values |= monitor.throughput.rates(step, state.tokens)
-                row.stats = out.stats
+                row.stats = depth.metrics(out.stats, out.loss)
+                share = monitor.throughput.costs.needed_share(depth.active_shares(row.stats))
+                row.values |= monitor.throughput.rates(step, state.tokens, share)
+                monitor.warn("gates", depth.collapse_warning(row.stats))
             if streams.valid is not None and _every(cfg.train.eval_every, step, total):
                 with whole_parameters(engine), monitor.pause("evaluation_seconds"):
-                    loss = evaluate(cfg, engine, streams.valid, stop)
-                row.values |= {"validation_loss": loss} if loss is not None else {}
+                    valid = evaluate(cfg, engine, streams.valid, stop)
+                if valid is not None:
+                    row.values["validation_loss"] = valid.loss
+                    row.stats |= {f"valid_{name}": value for name, value in valid.stats.items()}
             if row.values:
                 monitor.write(row)
             if _every(cfg.checkpoint.every, step, total):

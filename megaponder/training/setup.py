@@ -85,7 +85,9 @@ def costs(cfg: RunConfig, method: Method, devices: int) -> Costs:
     if peak is None and torch.cuda.is_available():
         gpu = find_gpu(torch.cuda.get_device_name())
         peak = gpu.bf16_tflops if gpu else None
-    return Costs(flops.mean_needed(cfg, method), flops.mean_executed(cfg, method), devices, peak)
+    needed, executed = flops.mean_needed(cfg, method), flops.mean_executed(cfg, method)
+    by_pass = tuple(p.total for p in flops.step_flops(cfg, method).passes) if method.skips else ()
+    return Costs(needed, executed, devices, peak, by_pass)
 
 
 def write_config(cfg: RunConfig) -> None:

@@ -246,7 +246,7 @@ class Drawn:
     """A method whose number of passes depends on the step."""
 
     name, options = "drawn", None
-    rider_channels, mixes_vocabulary, keeps_kv = 2, True, True
+    rider_channels, mixes_vocabulary, keeps_kv, skips = 2, True, True, False
 
     class Pass:
         def __init__(self, slots: int):

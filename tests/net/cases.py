@@ -19,6 +19,10 @@ class Case:
     method: str
     options: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
+    skip: bool = False
+    """Leave halted tokens out of the computation."""
+    steps: int = 1
+    """Training steps that are run; the last one's numbers are compared."""
 
 
 CASES = {
@@ -59,6 +63,12 @@ CASES = {
     "adaptive-cot-pythia-deep": Case(
         "pythia", "adaptive_cot", {"steps": 2, "threshold": 0.4, "cost_weight": 0.3}, {"num_layers": 6}
     ),
+    "ponderlm2-drawn-pythia": Case("pythia", "ponderlm2", {"jacobi_from": 0, "jacobi_to": 2}, steps=4),
+    "adaponderlm-skip": Case("pythia", "adaponderlm", {"threshold": 0.5, "steps": 2}, {"num_layers": 6}, skip=True),
+    "adaptive-cot-skip-gqa": Case("llama", "adaptive_cot", {"threshold": 0.3}, {"num_kv_heads": 2}, skip=True),
+    "pruned-pythia": Case("pythia", "pruned_ponderlm", {"steps": 2, "depth": 2.3}),
+    "pruned-gpt2-skip": Case("gpt2", "pruned_ponderlm", {"steps": 2, "depth": 1.6, "by": "position"}, skip=True),
+    "confident-pythia": Case("pythia", "confident_ponderlm", {"steps": 2, "threshold": 0.1}),
     "everything-llama": Case("llama", "sink", {}, {"num_kv_heads": 2}),
     "everything-deep": Case("pythia", "sink", {}, {"num_layers": 6}),  # PP = 2 and 3 divide it
 }
@@ -102,15 +112,19 @@ LAYOUTS = {
 
 
 def cases_of(layout: Layout) -> list[str]:
-    """Cases whose layers the layout's pipeline divides."""
-    return [name for name, case in CASES.items() if case.model.get("num_layers", 2) % layout.pipeline == 0]
+    """Cases whose layers the layout's pipeline divides, and whose passes it allows to vary."""
+    return [
+        name
+        for name, case in CASES.items()
+        if case.model.get("num_layers", 2) % layout.pipeline == 0 and not (layout.overlap and case.steps > 1)
+    ]
 
 
 def run_config(case: Case, layout: Layout) -> RunConfig:
     """A resolved tiny config of a case in a layout."""
     values = {"family": case.family, "num_layers": 2, "hidden_size": 32, "num_heads": 4, "ffn_size": 56} | case.model
     cfg = RunConfig(model=ModelConfig(vocab_size=VOCAB, vocab_multiple=32, **values))
-    cfg.ponder.method, cfg.ponder.options = case.method, dict(case.options)
+    cfg.ponder.method, cfg.ponder.options, cfg.ponder.skip_halted = case.method, dict(case.options), case.skip
     cfg.data.sequence_length = LENGTH
     cfg.train.steps, cfg.train.global_batch, cfg.train.micro_batch = 1, SEQUENCES, layout.batch
     cfg.model.init_std = 0.2  # far from the linear regime, so that every path matters in the gradients

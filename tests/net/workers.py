@@ -37,7 +37,7 @@ def _whole_gradients(engine: Any) -> None:
             bucket.grad_data.copy_(torch.cat(parts))
 
 
-def run_layout(layout: str, cases: list[str], steps: int = 1) -> dict[str, Any]:
+def run_layout(layout: str, cases: list[str]) -> dict[str, Any]:
     """Loss, auxiliary loss, statistics and this rank's gradients (numpy, global names) of each case."""
     import torch
 
@@ -57,9 +57,9 @@ def run_layout(layout: str, cases: list[str], steps: int = 1) -> dict[str, Any]:
         groups = engine_groups.init(cfg)
         engine = build_engine(cfg, method_of(cfg), groups)
         disturb(global_names(engine.stage))
-        for _ in range(steps):
+        for step in range(CASES[name].steps):
             engine.zero_grad()
-            out = engine.forward_backward(batches(shape, groups.dp_rank), 0, train=True)
+            out = engine.forward_backward(batches(shape, groups.dp_rank), step, train=True)
         evaluated = engine.forward_backward(batches(shape, groups.dp_rank), 0, train=False)
         if shape.distributed_optimizer:
             _whole_gradients(engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,8 +77,31 @@ def ponderlm3(o: Oracle, ids: Tensor, options: dict[str, Any], labels: Tensor | 
     return Result(out @ o.head.T, depth, cost)
 
 
+def _pruned(o: Oracle, ids: Tensor, options: dict[str, Any], labels: Tensor | None) -> Result:
+    """A fixed number of passes for each position: floor(depth), or one more."""
+    from megaponder.ponder.methods.baselines import spread
+
+    t, extra = torch.arange(len(ids)), options["depth"] % 1
+    if options.get("by", "random") == "random":
+        chosen = spread(t, options.get("seed", 0)) < extra
+    else:
+        chosen = torch.tensor([math.floor((i + 1) * extra) - math.floor(i * extra) == 1 for i in range(len(ids))])
+    passes = int(options["depth"]) + chosen.long()
+    return _halting(o, ids, options, lambda i, state: passes > i + 1)
+
+
+def _confident(o: Oracle, ids: Tensor, options: dict[str, Any], labels: Tensor | None) -> Result:
+    """Exit where the largest next-token probability reaches the threshold."""
+    return _halting(o, ids, options, lambda i, state: (state @ o.head.T).softmax(-1).amax(-1) < options["threshold"])
+
+
 def adaponderlm(o: Oracle, ids: Tensor, options: dict[str, Any], labels: Tensor | None) -> Result:
     """PonderLM with a gate per pass; halted tokens keep state and keys."""
+    return _halting(o, ids, options, None)
+
+
+def _halting(o: Oracle, ids: Tensor, options: dict[str, Any], rule: Callable[[int, Tensor], Tensor] | None) -> Result:
+    """Aligned halting by gates, or by a rule (pass, states) -> tokens that go on."""
     n, steps = len(ids), options.get("steps", 3)
     positions = torch.arange(n)
     e, active, state = o.embed(ids, positions), torch.ones(n, dtype=torch.bool), None
@@ -96,7 +120,10 @@ def adaponderlm(o: Oracle, ids: Tensor, options: dict[str, Any], labels: Tensor 
         h = o.norm(o.stack(e, positions, keys=keys), "final_norm")
         depth = depth + active
         state = h if state is None else torch.where(active[:, None], h, state)
-        if i < steps:
+        if i < steps and rule is not None:
+            active = active & rule(i, state)
+            e = e + active[:, None] * _mixture(o, state, options.get("topk", 0))
+        elif i < steps:
             inner = torch.relu(_linear(o, f"gates.{i}.0", state))
             gate = _linear(o, f"gates.{i}.2", inner)[:, 0]
             gates.append(gate)
@@ -112,7 +139,7 @@ def adaponderlm(o: Oracle, ids: Tensor, options: dict[str, Any], labels: Tensor 
         count = math.ceil(options.get("bottom_share", 0.1) * len(chosen))
         return options.get("cost_weight", 0.1) * mask.sum() * chosen[:count].mean() if count else mask.sum() * 0.0
 
-    return Result(state @ o.head.T, depth, cost)
+    return Result(state @ o.head.T, depth, cost if rule is None else None)
 
 
 def adaptive_cot(o: Oracle, ids: Tensor, options: dict[str, Any], labels: Tensor | None) -> Result:
@@ -153,4 +180,6 @@ METHODS = {
     "ponderlm3": ponderlm3,
     "adaponderlm": adaponderlm,
     "adaptive_cot": adaptive_cot,
+    "pruned_ponderlm": _pruned,
+    "confident_ponderlm": _confident,
 }

@@ -117,7 +117,8 @@ def test_random_plans_are_averaged() -> None:
     method = method_of(cfg)
 
     class Drawn:
-        name, options, rider_channels, mixes_vocabulary, keeps_kv = "drawn", None, 0, False, False
+        name, options, rider_channels = "drawn", None, 0
+        mixes_vocabulary, keeps_kv, skips = False, False, False
 
         def passes(self, seed: int, step: int) -> Any:
             return method.passes(seed, step) * (1 + step % 2)

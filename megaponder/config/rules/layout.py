@@ -141,6 +141,13 @@ def overlap_needs_fixed_passes(c: Case) -> None:
     require(ok, "parallel.overlap_grad_reduce", True, rule, "use false, or a fixed number of passes")
 
 
+def skipping_needs_halting(c: Case) -> None:
+    """Only a method whose halted tokens need no computation can leave them out."""
+    rule = f"no token of method {c.cfg.ponder.method} is ever left out of the computation"
+    ok = c.facts.skips or not c.cfg.ponder.skip_halted
+    require(ok, "ponder.skip_halted", True, rule, "use false, or method adaponderlm or adaptive_cot")
+
+
 def gloo_keeps_outputs(c: Case) -> None:
     """gloo still reads a sent tensor after the send has been posted: freeing it corrupts the numbers silently."""
     on_cpu = c.machine is not None and c.machine.device == "cpu"
@@ -160,5 +167,6 @@ RULES: tuple[Rule, ...] = (
     passes_fill_the_pipeline,
     overlap_has_what_it_needs,
     overlap_needs_fixed_passes,
+    skipping_needs_halting,
     gloo_keeps_outputs,
 )

@@ -83,7 +83,8 @@ class AdaPonderLM(AlignedHalting):
         self, p: Pass, state: Tensor, active: Tensor, carry: dict[str, Tensor], tools: ExitTools
     ) -> tuple[Tensor, Tensor]:
         gate = tools.modules["gates"][p.index]  # type: ignore[index]
-        logit = tools.agree(linear32(gate[2], torch.relu(linear32(gate[0], state)))[..., 0])
+        logit = tools.on(active, lambda h: linear32(gate[2], torch.relu(linear32(gate[0], h))), state)
+        logit = tools.agree(logit[..., 0])
         carry[f"logit{p.index}"], carry[f"asked{p.index}"] = logit, active & (tools.valid_sb > 0)
         s = logit.sigmoid()
         return s, s >= self.options.threshold

@@ -43,6 +43,7 @@ class AdaptiveCot(Method):
     rider_channels = 1  # 1.0: the token takes this step
     keeps_kv = True
     halts = True
+    skips = True
 
     @dataclass
     class Options:
@@ -65,7 +66,7 @@ class AdaptiveCot(Method):
 
     def passes(self, seed: int, step: int | None) -> tuple[Pass, ...]:
         k = self.options.steps
-        return tuple(Pass(i, last=i == k) for i in range(k + 1))
+        return tuple(Pass(i, last=i == k, key_sets=i + 1) for i in range(k + 1))
 
     def embedding_scale(self) -> float:
         return math.sqrt(2.5 * self.shape.hidden_size)
@@ -87,6 +88,9 @@ class AdaptiveCot(Method):
         rows = tools.embed(ids_bn)
         return Flow(rows, torch.ones(*rows.shape[:2], 1, device=rows.device))
 
+    def active(self, p: Pass, riders: Tensor | None) -> Tensor | None:
+        return None if p.index == 0 or riders is None else riders[..., 0] > 0.5
+
     def attend(
         self,
         p: Pass,
@@ -98,7 +102,7 @@ class AdaptiveCot(Method):
         core: CoreAttention,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         assert riders is not None
-        kept = (*kept, k, v, riders[..., 0].detach())
+        kept = (*kept, core.place(k), core.place(v), riders[..., 0].detach())
         keys, values, alive = kept[0::3], kept[1::3], [a > 0.5 for a in kept[2::3]]
         return core(q, k, v) if p.index == 0 else core.union(q, keys, values, alive), kept
 
@@ -110,7 +114,7 @@ class AdaptiveCot(Method):
         on = reach * gate
         go_on = alive & (on >= self.options.threshold)
         self._take(p, h, torch.where(go_on, reach - on, reach) * alive, alive, carry)
-        right = tools.target_probability(h) ** self.options.cost_power if self.options.cost_weight else 0.0
+        right = tools.target_probability(h, alive) ** self.options.cost_power if self.options.cost_weight else 0.0
         cost = right * on * tools.valid_sb
         carry["cost"] = carry["cost"] + cost if p.index else cost
         carry["reach"] = torch.where(go_on, on, torch.zeros_like(on))

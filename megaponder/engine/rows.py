@@ -1,0 +1,115 @@
+"""Halted tokens leave the computation: the rows of active tokens are gathered, run, and put back.
+
+A stage knows who is active from the rider mask.  Every sequence of a micro-batch gets the same number of places, the
+largest count rounded up to one of 16 sizes; places that are left over hold halted tokens, whose results are dropped.
+So masking and gathering give the same numbers, and only the work differs.
+
+Shapes: n tokens of the sequence, s of them on this rank, c places on this rank, b micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+SIZES = 16
+"""Sizes that a gathered pass may have: few shapes for kernels and captured graphs."""
+
+
+def _along(index: Tensor, x: Tensor) -> Tensor:
+    """An index [c, b] in the shape that gather and scatter want for x [s, b, ...]."""
+    return index.reshape(*index.shape, *([1] * (x.dim() - 2))).expand(*index.shape, *x.shape[2:])
+
+
+class Rows:
+    """The places of active tokens on this rank; `active` [s, b] bool.
+
+    With `group` the sequence is sharded over it: all ranks get equally many places.
+    """
+
+    def __init__(self, active: Tensor, group: dist.ProcessGroup | None = None):
+        s = active.shape[0]
+        most = active.sum(0).max()
+        if group is not None and group.size() > 1:
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+        step = max(1, s // SIZES)
+        self.places = min(s, max(1, -(-int(most) // step)) * step)
+        # stable: active tokens first, in their order, then halted ones
+        self.index = (~active).int().argsort(dim=0, stable=True)[: self.places]
+        self.active = active.gather(0, self.index)
+        self._group, self._s = group, s
+
+    def take(self, x: Tensor) -> Tensor:
+        """Rows at the places: [s, b, ...] -> [c, b, ...]."""
+        return x.gather(0, _along(self.index, x))
+
+    def put(self, new: Tensor, old: Tensor) -> Tensor:
+        """`old` [s, b, ...] with the active tokens' rows from `new` [c, b, ...]."""
+        keep = self.active.reshape(*self.active.shape, *([1] * (new.dim() - 2)))
+        index = _along(self.index, new)
+        return old.scatter(0, index, torch.where(keep, new, old.gather(0, index)))
+
+    def whole(self) -> Rows:
+        """The places of all ranks of the group, as places in the whole sequence."""
+        if self._group is None or self._group.size() == 1:
+            return self
+        size, rank = self._group.size(), self._group.rank()
+        out = object.__new__(Rows)
+        out.index, out.active = (
+            _all_gather(x, self._group) for x in (self.index + rank * self._s, self.active.to(torch.uint8))
+        )
+        out.active = out.active.bool()
+        out.places, out._group, out._s = self.places * size, None, self._s * size
+        return out
+
+    def visible(self, n: int) -> Tensor:
+        """True where the token at a place may read token j of the sequence: [b, places, n]."""
+        return torch.arange(n, device=self.index.device) <= self.index.t()[:, :, None]
+
+
+def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts)
+
+
+def on_active(
+    active: Tensor, compute: Callable[[Tensor], Tensor], x: Tensor, group: dist.ProcessGroup | None
+) -> Tensor:
+    """compute(x) at active tokens, 0 elsewhere, computed for them alone: x [s, b, H] -> [s, b, ...]."""
+    rows = Rows(active, group)
+    out = compute(rows.take(x))
+    return rows.put(out, out.new_zeros(rows._s, *out.shape[1:]))
+
+
+class Attending:
+    """What `Method.attend` calls (ponder.base.CoreAttention): attention of this pass's rows, gathered or not."""
+
+    def __init__(self, core: Any, rows: Rows | None, active: Tensor | None):
+        self._core, self._rows, self._active = core, rows, active
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None = None) -> Tensor:
+        if self._rows is None:
+            out: Tensor = self._core(q, k, v, key_bias)
+            return out
+        assert key_bias is None, "methods with key bias do not skip tokens"
+        return self._core.masked(q, k, v, self._rows.visible(k.shape[0])[:, None])
+
+    def union(
+        self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], alive: Sequence[Tensor | None]
+    ) -> Tensor:
+        """One softmax over several key sets."""
+        visible = None if self._rows is None else self._rows.visible(keys[0].shape[0])
+        return self._core.union(q, keys, values, alive, visible)
+
+    def place(self, new: Tensor, old: Tensor | None = None) -> Tensor:
+        """Rows of all tokens: `new` at active tokens, `old` (None: anything finite) at the others."""
+        if self._rows is not None:
+            return self._rows.put(new, new.new_zeros(self._rows._s, *new.shape[1:]) if old is None else old)
+        if old is None or self._active is None:
+            return new
+        return torch.where(self._active.reshape(*self._active.shape, 1, 1), new, old)

@@ -1,0 +1,113 @@
+"""Baselines for comparisons at equal FLOPs: PonderLM whose tokens stop by a rule that is not learned.
+
+`pruned_ponderlm` fixes how many passes each position gets, at random or evenly spaced, at a chosen mean depth.
+`confident_ponderlm` exits as soon as the model is sure of its next token, after Confident Adaptive Language Modeling
+(arXiv 2207.07061): train with threshold 1 (never exits), calibrate the threshold on held-out text
+(`benchmarks/calibrate.py`), evaluate with it.  Fewer passes for all tokens are `ponderlm` with fewer `steps`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megaponder.errors import ConfigError
+from megaponder.ponder.base import ExitTools, Pass, depth_scaled, register
+from megaponder.ponder.halting import AlignedHalting, at_least, fraction
+
+
+class _UngatedPonderLM(AlignedHalting):
+    """PonderLM's mixture at full weight; only `decide` differs."""
+
+    def initialisation(self) -> tuple[str, float]:
+        return depth_scaled(self.shape, self.options.steps + 1 if self.shape.family == "pythia" else 1)
+
+
+def spread(positions: Tensor, seed: int) -> Tensor:
+    """Numbers in [0, 1) that look random, one for each position: a mixing of 32-bit integers, the same everywhere."""
+    x = (positions.long() + 1) * 0x9E3779B1 + (seed + 1) * 0x85EBCA6B
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+        x = ((x ^ ((x & 0xFFFFFFFF) >> shift)) * factor) & 0xFFFFFFFF
+    return (x & 0xFFFFFF).double() / 2**24
+
+
+def fixed_depth(positions: Tensor, mean: float, by: str, seed: int) -> Tensor:
+    """Passes of each position: floor(mean) or one more, so that their mean is `mean`.
+
+    `random` gives the extra pass to positions at random, `position` to evenly spaced ones.
+    """
+    base, extra = int(mean), mean - int(mean)
+    if by == "random":
+        chosen = spread(positions, seed) < extra
+    else:
+        t = positions.double()
+        chosen = torch.floor((t + 1) * extra) > torch.floor(t * extra)
+    return base + chosen.long()
+
+
+@register
+class PrunedPonderLM(_UngatedPonderLM):
+    """Fixed pruning."""
+
+    name = "pruned_ponderlm"
+    summary = "baseline: ponderlm with a fixed number of passes for each position, depth on average"
+
+    @dataclass
+    class Options:
+        steps: int = 3
+        """S: pondering steps; a position runs at most S + 1 passes."""
+        depth: float = 3.7
+        """Mean number of passes of a token."""
+        by: str = "random"
+        """Who gets one pass more: random or position (evenly spaced)."""
+        seed: int = 0
+        """Of the random choice."""
+        topk: int = 0
+        """Tokens in the mixture; 0 means the whole vocabulary."""
+
+        def __post_init__(self) -> None:
+            at_least(self, "steps", 1)
+            at_least(self, "topk", 0)
+            if not 1 <= self.depth <= self.steps + 1:
+                rule = f"it must lie between 1 and steps + 1 = {self.steps + 1}"
+                nearest = min(max(self.depth, 1.0), self.steps + 1.0)
+                raise ConfigError("ponder.options.depth", self.depth, rule, f"use {nearest}")
+            if self.by not in ("random", "position"):
+                raise ConfigError("ponder.options.by", self.by, "it must be random or position", "use random")
+
+    def decide(
+        self, p: Pass, state: Tensor, active: Tensor, carry: dict[str, Tensor], tools: ExitTools
+    ) -> tuple[None, Tensor]:
+        o = self.options
+        return None, fixed_depth(tools.positions_sb, o.depth, o.by, o.seed) > p.index + 1
+
+
+@register
+class ConfidentPonderLM(_UngatedPonderLM):
+    """Early exit by confidence."""
+
+    name = "confident_ponderlm"
+    summary = "baseline: ponderlm whose tokens exit once their best next token is likely enough"
+
+    @dataclass
+    class Options:
+        steps: int = 3
+        """S: pondering steps; a token runs at most S + 1 passes."""
+        threshold: float = 1.0
+        """Exit when the largest next-token probability reaches this; 1 never exits (use it for training)."""
+        topk: int = 0
+        """Tokens in the mixture; 0 means the whole vocabulary."""
+
+        def __post_init__(self) -> None:
+            at_least(self, "steps", 1)
+            at_least(self, "topk", 0)
+            fraction(self, "threshold")
+
+    def decide(
+        self, p: Pass, state: Tensor, active: Tensor, carry: dict[str, Tensor], tools: ExitTools
+    ) -> tuple[None, Tensor]:
+        if self.options.threshold >= 1.0:
+            return None, torch.ones_like(active)
+        return None, tools.agree(tools.confidence(state)) < self.options.threshold
