@@ -15,6 +15,7 @@ examples
   megaponder inspect data/pile                              a dataset: path without .bin/.idx
   megaponder inspect runs/first                             the newest whole checkpoint of a run
   megaponder inspect runs/first/checkpoints/step_00001000 --tensors
+  megaponder inspect runs/ada --depth "The capital of France is" --figure depth.png
 
 Checksums are compared: a damaged or unfinished checkpoint is named with the reason, and the exit code is 2.
 """
@@ -23,11 +24,16 @@ Checksums are compared: a damaged or unfinished checkpoint is named with the rea
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("inspect", help=SUMMARY, description=SUMMARY, epilog=EPILOG)
     parser.add_argument("path", metavar="PATH", help="dataset prefix, run folder or checkpoint folder")
+    parser.add_argument("--depth", metavar="TEXT", help="show how many passes each token of TEXT runs")
+    parser.add_argument("--figure", metavar="FILE", default="depth.png", help="where --depth draws (default depth.png)")
+    parser.add_argument("--tokenizer", metavar="T", help="for --depth: tokenizer, if the checkpoint names none")
     parser.add_argument("--tensors", action="store_true", help="list name, shape and type of every stored tensor")
 
 
 def run(args: argparse.Namespace) -> int:
     path = Path(args.path)
+    if args.depth is not None:
+        return _depth(path, args.depth, Path(args.figure), args.tokenizer)
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     if Path(f"{prefix}.idx").is_file():
         return _dataset(prefix)
@@ -47,6 +53,24 @@ def _nearby(path: Path) -> str:
     if close:
         return f"did you mean {folder / close}"
     return f"{folder} has {', '.join(there[:8]) or 'nothing of that kind'}"
+
+
+def _depth(path: Path, text: str, figure: Path, tokenizer: str | None) -> int:
+    from rich.console import Console
+
+    from megaponder.inference import depth
+
+    if not figure.parent.is_dir():
+        raise UserError(f"--figure {figure}: there is no folder {figure.parent}.")
+    depths = depth.read_depths(path, text, tokenizer)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(depth.view(depths))
+    for name, rows in zip(("most", "least"), depth.extremes(depths), strict=True):
+        listed = ", ".join(f"{text!r} {mean:.2f} ({count}x)" for text, mean, count in rows)
+        console.print(f"\n{name} pondered: {listed}", markup=False)
+    depth.plot(depths, figure)
+    console.print(f"\nfigure: {figure}", markup=False)
+    return 0
 
 
 def _dataset(prefix: Path) -> int:

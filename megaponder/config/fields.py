@@ -31,10 +31,13 @@ class Field:
 
 
 def attribute_docs(cls: type) -> dict[str, str]:
-    """Docstrings under the attributes of a class; Python keeps them in the source only."""
+    """Docstrings under the attributes of a dataclass and of its bases; Python keeps them in the source only."""
+    docs: dict[str, str] = {}
+    for base in cls.__bases__:
+        if dataclasses.is_dataclass(base):
+            docs |= attribute_docs(base)
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef)
-    docs: dict[str, str] = {}
     for before, after in zip(body.body, body.body[1:], strict=False):
         if not (isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name)):
             continue

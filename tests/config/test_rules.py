@@ -134,6 +134,7 @@ BROKEN: list[Broken] = [
         facts=MethodFacts(varying_passes=True),
         parallel__overlap_grad_reduce=True,
     ),
+    broken("ponder.skip_halted", "no token of method", ponder__skip_halted=True),
     broken("parallel.deallocate_pipeline_outputs", "gloo", machine=CPU, parallel__deallocate_pipeline_outputs=True),
     broken("parallel.timeout_minutes", "more than 0", parallel__timeout_minutes=0.0),
     broken("precision.fused_cross_entropy", "rounded to bf16", precision__fused_cross_entropy=True),

@@ -69,6 +69,7 @@ CASES = {
     "pruned-pythia": Case("pythia", "pruned_ponderlm", {"steps": 2, "depth": 2.3}),
     "pruned-gpt2-skip": Case("gpt2", "pruned_ponderlm", {"steps": 2, "depth": 1.6, "by": "position"}, skip=True),
     "confident-pythia": Case("pythia", "confident_ponderlm", {"steps": 2, "threshold": 0.1}),
+    "halfway-llama": Case("llama", "halfway"),
     "everything-llama": Case("llama", "sink", {}, {"num_kv_heads": 2}),
     "everything-deep": Case("pythia", "sink", {}, {"num_layers": 6}),  # PP = 2 and 3 divide it
 }
@@ -86,6 +87,8 @@ class Layout:
     distributed_optimizer: bool = False
     overlap: bool = False
     recompute: str = "none"
+    deep: bool = False
+    """Cases with more than two layers run here too."""
 
     @property
     def world(self) -> int:
@@ -93,31 +96,35 @@ class Layout:
 
 
 LAYOUTS = {
-    "one-batch1": Layout(batch=1),
+    "one-batch1": Layout(batch=1, deep=True),
     "one-batch4-recompute": Layout(batch=4, recompute="layer"),
     "tp2": Layout(tensor=2),
     "tp2-sp": Layout(tensor=2, sequence=True),
     "tp2-sp-recompute-batch4": Layout(tensor=2, sequence=True, recompute="layer", batch=4),
-    "pp2": Layout(pipeline=2),
+    "pp2": Layout(pipeline=2, deep=True),
     "pp2-batch1": Layout(pipeline=2, batch=1),
     "pp2-batch4-recompute": Layout(pipeline=2, batch=4, recompute="layer"),
     "dp2": Layout(data=2),
     "dp2-overlap": Layout(data=2, batch=1, overlap=True),
     "dp2-distopt-overlap": Layout(data=2, batch=1, distributed_optimizer=True, overlap=True),
-    "pp3": Layout(pipeline=3),
+    "pp3": Layout(pipeline=3, deep=True),
     "tp2-pp2": Layout(tensor=2, pipeline=2),
-    "tp2-sp-pp2-recompute": Layout(tensor=2, pipeline=2, sequence=True, recompute="layer"),
+    "tp2-sp-pp2-recompute": Layout(tensor=2, pipeline=2, sequence=True, recompute="layer", deep=True),
     "dp2-pp2-distopt-overlap": Layout(data=2, pipeline=2, distributed_optimizer=True, overlap=True),
 }
 
 
 def cases_of(layout: Layout) -> list[str]:
-    """Cases whose layers the layout's pipeline divides, and whose passes it allows to vary."""
-    return [
-        name
-        for name, case in CASES.items()
-        if case.model.get("num_layers", 2) % layout.pipeline == 0 and not (layout.overlap and case.steps > 1)
-    ]
+    """Cases that run in a layout: those whose layers its pipeline divides and whose passes it allows to vary.
+
+    Deep cases exist for PP = 3; elsewhere they run where most comes together, the shallow ones run everywhere.
+    """
+    found = []
+    for name, case in CASES.items():
+        layers = case.model.get("num_layers", 2)
+        if (layers == 2 or layout.deep) and layers % layout.pipeline == 0 and not (layout.overlap and case.steps > 1):
+            found.append(name)
+    return found
 
 
 def run_config(case: Case, layout: Layout) -> RunConfig:

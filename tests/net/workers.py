@@ -50,6 +50,7 @@ def run_layout(layout: str, cases: list[str]) -> dict[str, Any]:
     from megaponder.engine.build import build_engine
     from megaponder.ponder.settings import method_of
     from tests.net import sink  # noqa: F401  registers the test method
+    from tests.ponder import halfway  # noqa: F401  and the worked example
 
     shape, results = LAYOUTS[layout], {}
     for name in cases:

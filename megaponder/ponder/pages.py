@@ -1,0 +1,60 @@
+"""The methods' pages in docs/methods, made from the source: formula and choices from a module's docstring, options from
+the docstrings of its `Options`, passes and costs from the plan.
+
+    python -m megaponder.ponder.pages docs/methods
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from pathlib import Path
+
+from megaponder.config.fields import attribute_docs
+from megaponder.ponder.base import Method, Pass, Shape, build_method, methods
+
+HEAD = "<!-- Made by `python -m megaponder.ponder.pages docs/methods` from the source; edit that. -->\n"
+
+
+def page(cls: type[Method]) -> str:
+    """Markdown page of a method."""
+    module = inspect.getmodule(cls)
+    assert module is not None and module.__doc__ is not None
+    text = [HEAD, f"# {cls.name}\n", f"{cls.summary[0].upper()}{cls.summary[1:]}.\n", inspect.cleandoc(module.__doc__)]
+    text.append("\n## Options (`ponder.options`)\n")
+    docs = {name: " ".join(doc.split()) for name, doc in attribute_docs(cls.Options).items()}
+    rows = [f"| `{f.name}` | `{f.default}` | {docs.get(f.name, '')} |" for f in dataclasses.fields(cls.Options)]
+    text.append("\n".join(["| option | default | meaning |", "|---|---|---|", *rows]) if rows else "None.")
+    plan = build_method(cls.name, {}, Shape("llama", 24, 1024)).passes(0, None)
+    text.append("\n## Passes with the default options\n")
+    text.append("\n".join(["| pass | rows per token | fed back |", "|---|---|---|", *map(_row, plan)]))
+    kind = [
+        ("tokens halt on their own", cls.halts),
+        ("halted tokens can be left out of training (`ponder.skip_halted`)", cls.skips),
+        ("keys and values pass from pass to pass", cls.keeps_kv),
+        (f"{cls.rider_channels} value per row rides through all stages", cls.rider_channels > 0),
+    ]
+    if any(holds for _, holds in kind):
+        text.append("\n" + "\n".join(f"* {what}" for what, holds in kind if holds))
+    return "\n".join(text).rstrip() + "\n"
+
+
+def _row(p: Pass) -> str:
+    back = "read out" if p.last else f"{p.feedback_slots} per token"
+    return f"| {p.index} | {p.slots} | {back} |"
+
+
+def pages() -> dict[str, str]:
+    """File name -> text of every method that is shipped."""
+    shipped = {n: c for n, c in methods().items() if c.__module__.startswith("megaponder.")}
+    index = [HEAD, "# Methods\n", "| method | what it does |", "|---|---|"]
+    index += [f"| [`{name}`]({name}.md) | {cls.summary} |" for name, cls in sorted(shipped.items())]
+    return {"README.md": "\n".join(index) + "\n"} | {f"{name}.md": page(cls) for name, cls in shipped.items()}
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, text in pages().items():
+        (folder / file).write_text(text)

@@ -1,0 +1,62 @@
+"""Changing token t' > t changes neither the logits nor the depth of token t."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaponder.engine import cpu
+from tests.net.cases import CASES, LAYOUTS, VOCAB, disturb, run_config
+
+cpu.install()
+
+from megaponder.data.batch import MicroBatch  # noqa: E402
+from megaponder.engine import groups  # noqa: E402
+from megaponder.engine.build import build_engine  # noqa: E402
+from megaponder.engine.stash import PassState  # noqa: E402
+from megaponder.ponder.base import Readout  # noqa: E402
+from megaponder.ponder.settings import method_of  # noqa: E402
+
+HALTING = [name for name, case in CASES.items() if case.method.startswith(("ada", "ponderlm3", "confident", "pruned"))]
+LATENT = ["ponderlm2-llama-gqa"]
+
+
+def _forward(stage: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    batch, state, out = MicroBatch(ids, ids.roll(-1, 1), torch.ones(ids.shape)), PassState(), None
+    with torch.no_grad():
+        for p in stage.method.passes(0, None):
+            out = stage.run_pass(p, batch, out, state, None)
+        assert isinstance(out, Readout)
+        return stage.local_logits(out.hidden)[..., :VOCAB], out.depth
+
+
+@pytest.mark.parametrize("name", [n for n in [*HALTING, *LATENT] if "deep" not in n])
+def test_the_future_changes_nothing(name: str) -> None:
+    case = CASES[name]
+    depths: set[float] = set()
+
+    @settings(deadline=None, max_examples=8)
+    @given(seed=st.integers(0, 2**20), length=st.integers(1, 40), threshold=st.floats(0.05, 0.8), data=st.data())
+    def check(seed: int, length: int, threshold: float, data: st.DataObject) -> None:
+        cfg = run_config(case, LAYOUTS["one-batch1"])
+        cfg.train.seed, cfg.data.sequence_length, cfg.model.max_positions = seed, length, 40
+        if "threshold" in cfg.ponder.options:
+            cfg.ponder.options["threshold"] = threshold
+        stage = build_engine(cfg, method_of(cfg), groups.init(cfg)).stage
+        disturb(stage.named_parameters())
+        ids = torch.randint(0, VOCAB, (1, length), generator=torch.Generator().manual_seed(seed))
+        cut = data.draw(st.integers(0, length - 1))
+        other = ids.clone()
+        other[:, cut + 1 :] = (other[:, cut + 1 :] + 1) % VOCAB
+        (logits, depth), (logits2, depth2) = _forward(stage, ids), _forward(stage, other)
+        assert (logits[: cut + 1] - logits2[: cut + 1]).abs().max() < 1e-4 * logits.abs().max()
+        if depth is not None:
+            assert torch.equal(depth[: cut + 1], depth2[: cut + 1])
+            depths.update(depth.flatten().tolist())
+
+    check()
+    assert len(depths) != 1, "all tokens had one depth: nothing was shown"
