@@ -121,6 +121,7 @@ def ponder_config(cfg: RunConfig, dtype: str, eos: int | None) -> dict[str, Any]
     """config.json for the self-contained modelling file."""
     check_fields_known()
     options = method_of(cfg).options
+    latent = {"prefill_jacobi": "converge"} if hasattr(options, "jacobi") else {}
     return {
         "model_type": "megaponder",
         "architectures": ["MegaponderForCausalLM"],
@@ -131,6 +132,7 @@ def ponder_config(cfg: RunConfig, dtype: str, eos: int | None) -> dict[str, Any]
         "method": cfg.ponder.method,
         "method_options": {f.name: getattr(options, f.name) for f in fields(options)},
         "embedding_scale": scale_of(cfg),
+        **latent,
         **_mapped(cfg.model, PONDER_FIELDS),
         **_common(cfg, dtype, eos),
     }

@@ -60,13 +60,15 @@ def import_hf(
     count = sum(t.numel() for t in tensors.values())
     state = names.to_stage(to_plain(hf, tensors, cfg), cfg.model, cfg.ponder.options.get("pause_token_id"))
     del tensors
-    assert cfg.model.vocab_size is not None and cfg.model.max_positions is not None
-    ids = reference.prompts(cfg.model.vocab_size, cfg.model.max_positions)
+    prompts = reference.prompts(cfg)
     from megaponder.export.load import load_folder
 
-    theirs = reference.export_logits(load_folder(source), ids)
+    model = load_folder(source)
+    theirs = [reference.export_logits(model, ids) for ids in prompts]
+    del model
     with reference.engine(cfg, state) as engine:
-        worst = reference.compare(out, engine.logits(ids).float().cpu(), *theirs, tolerance=tolerance)
+        ours = [reference.engine_logits(engine, ids, tolerance) for ids in prompts]
+        worst = reference.agree(out, ours, theirs, tolerance)
         checkpoint = save_weights(out / "checkpoints", cfg, engine.stage, force=force)
     return Imported(checkpoint, cfg, count, worst)
 

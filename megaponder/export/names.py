@@ -10,7 +10,7 @@ decoder.layers.I.pre_mlp_layernorm             model.layers.I.post_attention_lay
 decoder.layers.I.mlp.linear_fc1                model.layers.I.mlp.{gate_proj, up_proj}  (gate: llama only)
 decoder.layers.I.mlp.linear_fc2                model.layers.I.mlp.down_proj
 final_norm, output_layer [V padded]            model.norm, lm_head [V]
-method_modules.X                               method.X
+method_modules.X                               method.X  (router.weight, gates.I.0.weight, ...)
 """
 
 from __future__ import annotations

@@ -68,7 +68,9 @@ def export(
     Vanilla models become GPT-NeoX, Llama or GPT-2 folders that load without remote code where these classes can hold
     them; everything else carries the self-contained modelling file.  `dtype` (float32, bfloat16, float16) defaults to
     the stored one; `tokenizer_path` to data.tokenizer.  The folder is loaded again and its logits, with and without
-    cache, are compared with the checkpoint's own forward (FP32, one process) before it gets its name.
+    cache, are compared with the checkpoint's own forward (FP32, one process) before it gets its name.  For PonderLM-2
+    and PonderLM-3, whose decoding is what more and more refinements converge to, the cached logits are compared with
+    those of enough refinements.
     Raises UserError when they differ by more than `tolerance` of the largest logit, or when `out` exists.
     """
     need_transformers("megaponder export")
@@ -128,12 +130,12 @@ def check(cfg: RunConfig, state: dict[str, Tensor], path: Path, name: Path, tole
     """Compare the folder's logits with the engine's; returns the largest relative difference."""
     from megaponder.export.load import load_folder
 
-    assert cfg.model.vocab_size is not None and cfg.model.max_positions is not None
-    ids = reference.prompts(cfg.model.vocab_size, min(cfg.model.max_positions, cfg.data.sequence_length))
+    prompts = reference.prompts(cfg)
     with reference.engine(cfg, state) as engine:
-        want = engine.logits(ids).float().cpu()
+        want = [reference.engine_logits(engine, ids, tolerance) for ids in prompts]
     model = load_folder(path)
-    return reference.compare(name, want, *reference.export_logits(model, ids), tolerance=tolerance)
+    got = [reference.export_logits(model, ids) for ids in prompts]
+    return reference.agree(name, want, got, tolerance)
 
 
 def checkpoint_step(checkpoint: str | Path) -> int | None:

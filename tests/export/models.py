@@ -16,7 +16,16 @@ METHODS: dict[str, dict[str, Any]] = {
     "pause": {"pauses": 2, "pause_token_id": 60},
     "ponderlm": {"steps": 2},
     "ponderlm_top": {"steps": 2, "topk": 5, "multiply_by_steps": True},
+    # thresholds by which the tokens of `ids` halt at different depths
+    "ponderlm2": {"latents": 2, "jacobi": 2},
+    "ponderlm3": {"latents": 3, "jacobi": 2, "threshold": 0.3},
+    "adaponderlm": {"steps": 3, "threshold": 0.5, "topk": 9, "gate_width": 2},
+    "adaptive_cot": {"steps": 3, "threshold": 0.3},
 }
+PASSES = {"loop": 3, "ponderlm": 3, "ponderlm_top": 3, "adaponderlm": 4, "adaptive_cot": 4}
+"""Passes with keys of their own; 1 where none are named."""
+LATENT = ("ponderlm2", "ponderlm3")
+"""Methods whose training forward approximates their decoding."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "pythia": {"rotary_fraction": 0.5, "parallel_residual": True, "intermediate_size": 40},
     "llama": {
@@ -34,7 +43,7 @@ def config(family: str, method: str, **changes: Any) -> MegaponderConfig:
     """A model of 2 layers, width 32 and a vocabulary that is a multiple of nothing."""
     fields = dict(
         family=family,
-        method=method.split("_")[0],
+        method=method.removesuffix("_top"),
         method_options=METHODS[method],
         vocab_size=VOCAB,
         hidden_size=32,
@@ -48,13 +57,16 @@ def config(family: str, method: str, **changes: Any) -> MegaponderConfig:
 
 
 def model(family: str, method: str, seed: int = 0, **changes: Any) -> MegaponderForCausalLM:
-    """The model with random weights large enough that every part of it matters."""
+    """The model with random weights large enough that every part of it matters, routers and gates above all."""
     net = MegaponderForCausalLM(config(family, method, **changes)).eval()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in net.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         bias = 1.0 if "norm" in name and name.endswith("weight") else 0.0
-        parameter.data = bias + noise * (0.12 if "embed" in name or "lm_head" in name else 0.2)
+        scale = 0.12 if "embed" in name or "lm_head" in name else 0.2
+        if name.startswith("method."):
+            scale = 0.3 if parameter.dim() == 1 else 2.0 * parameter.shape[-1] ** -0.5
+        parameter.data = bias + noise * scale
     net.tie_weights()
     return net
 

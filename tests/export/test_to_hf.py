@@ -32,6 +32,10 @@ CASES = [
     ("gpt2", "ponderlm_top", {"tie_word_embeddings": False}),
     ("gpt2", "vanilla", {"embedding_scale": 2.0}),  # a scaled, tied table: no native format holds it
     ("pythia", "vanilla", {"num_key_value_heads": 2}),
+    ("llama", "ponderlm2", {}),
+    ("gpt2", "ponderlm3", {}),
+    ("llama", "adaponderlm", {}),
+    ("pythia", "adaptive_cot", {}),
 ]
 
 

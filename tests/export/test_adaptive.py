@@ -1,0 +1,256 @@
+"""Adaptive methods of the modelling file, in float64: training's forward, pruning and decoding are one function."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megaponder.export import names
+from megaponder.export.modeling_megaponder import MegaponderForCausalLM, PonderCache, weigh
+from tests.export import checkpoints, models
+from tests.export.models import ids
+from tests.oracles.reference import Oracle
+
+TIGHT = 1e-10
+SIZE = {"ponderlm2": "latents", "ponderlm3": "latents", "adaponderlm": "steps", "adaptive_cot": "steps"}
+# every K, every family and grouped keys (llama) for each method
+CASES = [
+    (method, family, k)
+    for i, method in enumerate(SIZE)
+    for k in (1, 2, 3, 4)
+    for family in (("pythia", "llama", "gpt2")[(i + k) % 3],)
+]
+
+
+def make(method: str, family: str, k: int, **options: Any) -> MegaponderForCausalLM:
+    """The test model of a method in float64 with K latents or steps."""
+    options = {**models.METHODS[method], SIZE[method]: k, **options}
+    return models.model(family, method, method_options=options).double()
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return ((got - want).abs().max() / want.abs().max()).item()
+
+
+def decode(net: MegaponderForCausalLM, tokens: Tensor, cache: PonderCache | None = None) -> tuple[Tensor, PonderCache]:
+    """Logits of the tokens one by one; all through the recursion, not one forward over several."""
+    cache = cache or PonderCache(net.config.num_hidden_layers)
+    parts = [net(tokens[:, i : i + 1], past_key_values=cache, jacobi=0).logits for i in range(tokens.shape[1])]
+    return torch.cat(parts, dim=1), cache
+
+
+def rows(cache: PonderCache, sequence: int) -> list[int]:
+    """Rows of each token in the cache that are alive for a sequence: the passes it took, but for adaponderlm."""
+    count = torch.zeros(cache.tokens, dtype=torch.long)
+    for part in cache.rows.values():
+        alive = torch.ones(len(part.token)).bool() if part.alive is None else part.alive[sequence]
+        count += part.token[alive].bincount(minlength=cache.tokens)
+    return count.tolist()
+
+
+@pytest.mark.parametrize("method,family,k", CASES)
+@torch.no_grad()
+def test_decoding_is_the_forward(method: str, family: str, k: int) -> None:
+    n = 6
+    net, tokens = make(method, family, k), ids(3, n)
+    mask = torch.ones(3, n, dtype=torch.long)
+    stepwise, cache = decode(net, tokens)
+    enough = n * k - k
+    whole = net(tokens, use_cache=False, jacobi=enough).logits
+    assert error(stepwise, whole) < TIGHT
+    mask[0, :2] = 0  # left padding, and no jacobi given where training's forward is exact
+    padded = net(tokens, attention_mask=mask, use_cache=False, jacobi="converge").logits
+    assert error(padded[1:], whole[1:]) < TIGHT
+    assert error(padded[:1, 2:], net(tokens[:1, 2:], jacobi=enough).logits) < TIGHT
+    if method in ("adaponderlm", "adaptive_cot"):
+        assert error(net(tokens, use_cache=False).logits, whole) < TIGHT
+    if method in ("ponderlm3", "adaptive_cot"):
+        depths = [rows(cache, i) for i in range(3)]
+        assert 1 <= min(map(min, depths)) < max(map(max, depths)) <= k + 1  # some halt, at depths of their own
+
+
+@pytest.mark.parametrize("method,family,k", CASES)
+@torch.no_grad()
+def test_forward_is_the_formula(method: str, family: str, k: int, tmp_path: Path) -> None:
+    net, tokens = make(method, family, k), ids(2, 7)
+    plain = dict(net.state_dict())
+    if net.config.tie_word_embeddings:
+        del plain["lm_head.weight"]
+    cfg = checkpoints.run_config(net, tmp_path)
+    oracle = Oracle(names.to_stage(plain, cfg.model), cfg.model, net.config.embedding_scale)
+    whole = net(tokens).logits
+    for row, got in zip(tokens, whole, strict=True):
+        want = oracle.run(row, method, net.config.method_options)
+        assert error(got, want.logits.detach()) < 1e-6  # float32 in cos and sin
+        if method == "adaptive_cot":
+            cache = PonderCache(2)
+            net(row[None], past_key_values=cache)
+            assert want.depth is not None and rows(cache, 0) == want.depth.tolist()
+
+
+@pytest.mark.parametrize("method", models.LATENT)
+@torch.no_grad()
+def test_refinements_converge_to_decoding(method: str) -> None:
+    """J refinements make the first K + J latents exact; a model that contracts gets close everywhere much sooner."""
+    k, unpruned = 2, {"threshold": 0.0} if method == "ponderlm3" else {}
+    net, tokens = make(method, "llama", k, **unpruned), ids(2, 8)
+    exact, _ = decode(net, tokens)
+    for j in (0, 2, 5):
+        got = net(tokens, jacobi=j).logits
+        prefix = (k + j) // k  # tokens whose latents are all among the first K + J
+        assert error(got[:, :prefix], exact[:, :prefix]) < TIGHT
+        assert error(got, exact) > 1e-4
+    for layer in net.model.layers:
+        layer.self_attn.o_proj.weight *= 0.3
+        layer.mlp.down_proj.weight *= 0.3
+    exact, _ = decode(net, tokens)
+    trained = net(tokens).logits  # J = 2, soft
+    errors = [error(net(tokens, jacobi=j).logits, exact) for j in range(8)]
+    assert error(trained, net(tokens, jacobi=2).logits) < TIGHT  # nothing is pruned here
+    assert all(after < 0.7 * before for before, after in itertools.pairwise(errors))
+    assert errors[2] < 0.1 and errors[7] < 1e-3
+    assert error(net(tokens, jacobi="converge").logits, exact) < TIGHT
+
+
+@torch.no_grad()
+def test_pruning_costs_what_the_threshold_allows() -> None:
+    """PonderLM-3: hard against soft differs by O(threshold), and by nothing where the router is certain."""
+    tokens, net = ids(3, 7), make("ponderlm3", "pythia", 3)
+    net.method["router"].weight *= 3  # tail masses from 1 down to 1e-8
+    net.ponder.options["threshold"] = 0.0
+    soft, _ = decode(net, tokens)
+    for threshold in (1e-5, 1e-4, 1e-3, 1e-2):
+        net.ponder.options["threshold"] = threshold
+        hard, cache = decode(net, tokens)
+        assert error(hard, net(tokens, jacobi="converge").logits) < TIGHT
+        assert 0 < error(hard, soft) < 2 * threshold
+        assert min(min(rows(cache, i)) for i in range(3)) < max(max(rows(cache, i)) for i in range(3))
+    for certain in range(4):
+        net = make("ponderlm3", "pythia", 3, threshold=0.5)
+        net.method["router"].weight.zero_()
+        net.method["router"].bias.copy_(torch.eye(4)[certain] * 200)
+        hard, cache = decode(net, tokens)
+        assert rows(cache, 0) == [certain + 1] * 7
+        assert error(net(tokens, jacobi=None).logits[:, :1], hard[:, :1]) < TIGHT  # soft; J = 2 is enough for one token
+        net.ponder.options["jacobi"] = 18
+        assert error(net(tokens).logits, hard) < TIGHT
+
+
+@pytest.mark.parametrize("method", SIZE)
+@torch.no_grad()
+def test_halted_batches_are_not_computed(method: str) -> None:
+    """A pass runs while any sequence takes it; nothing of a batch depends on its other sequences."""
+    net, tokens = make(method, "gpt2", 3), ids(4, 6)
+    calls: list[int] = []
+    net.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+
+    def passes(batch: Tensor) -> tuple[Tensor, list[int]]:
+        cache, logits, counts = PonderCache(2), [], []
+        for i in range(batch.shape[1]):
+            calls.clear()
+            logits.append(net(batch[:, i : i + 1], past_key_values=cache, jacobi=0).logits)
+            counts.append(len(calls))
+        return torch.cat(logits, dim=1), counts
+
+    alone = [passes(row[None]) for row in tokens]
+    together, counts = passes(tokens)
+    assert error(together, torch.cat([logits for logits, _ in alone])) < TIGHT
+    # the first token goes through a forward over sequences, which runs all passes of the latent methods
+    assert counts[1:] == [max(c) for c in list(zip(*(c for _, c in alone), strict=True))[1:]]
+    used = {c for _, depths in alone for c in depths[1:]}
+    assert used == {4} if method == "ponderlm2" else len(used) > 1
+
+
+@pytest.mark.parametrize("method", SIZE)
+@torch.no_grad()
+def test_the_future_changes_nothing(method: str) -> None:
+    net, tokens = make(method, "llama", 3), ids(2, 7)
+    other = tokens.clone()
+    other[:, 4:] = ids(2, 3, seed=9)
+    seen = []
+    for batch in (tokens, other):
+        cache = PonderCache(2)
+        seen.append((net(batch, past_key_values=cache, jacobi="converge").logits, [rows(cache, i)[:4] for i in (0, 1)]))
+    assert error(seen[0][0][:, :4], seen[1][0][:, :4]) < TIGHT
+    assert error(seen[0][0][:, 4:], seen[1][0][:, 4:]) > 1e-3
+    assert seen[0][1] == seen[1][1]
+    assert error(net(tokens).logits[:, :4], net(other).logits[:, :4]) < TIGHT  # the approximation looks back as well
+
+
+@pytest.mark.parametrize("method", SIZE)
+@torch.no_grad()
+def test_the_cache_follows_beams_and_crops(method: str) -> None:
+    net, tokens = make(method, "llama", 3), ids(3, 8)
+    want = net(tokens, use_cache=False, jacobi="converge").logits
+
+    def start(batch: Tensor) -> PonderCache:
+        cache = PonderCache(2)
+        net(batch[:, :5], past_key_values=cache, jacobi="converge")
+        return cache
+
+    def goes_on(cache: PonderCache, order: list[int]) -> None:
+        got = net(tokens[order, cache.tokens :], past_key_values=cache).logits
+        assert error(got, want[order, -got.shape[1] :]) < TIGHT
+        assert cache.get_seq_length() == 8
+
+    cache = start(tokens)
+    cache.reorder_cache(torch.tensor([2, 0, 0]))
+    goes_on(cache, [2, 0, 0])
+    cache.crop(-5)
+    goes_on(cache, [2, 0, 0])
+    cache.crop(6)
+    goes_on(cache, [2, 0, 0])
+    cache = start(tokens)
+    cache.crop(1)
+    cache.batch_select_indices(torch.tensor([1, 2]))
+    goes_on(cache, [1, 2])
+    cache = start(tokens[1:2])
+    cache.batch_repeat_interleave(2)
+    goes_on(cache, [1, 1])
+    cache.reset()
+    assert cache.get_seq_length() == 0 and not cache.rows
+    net(tokens, past_key_values=cache, jacobi="converge")
+    cache.crop(0)
+    assert error(net(tokens[:2], past_key_values=cache, jacobi="converge").logits, want[:2]) < TIGHT
+
+
+@torch.no_grad()
+def test_a_pruned_cache_holds_no_pruned_rows() -> None:
+    for method in ("ponderlm3", "adaptive_cot"):
+        net, tokens = make(method, "pythia", 3), ids(1, 7)
+        cache = PonderCache(2)
+        net(tokens, past_key_values=cache, jacobi="converge")
+        assert sum(rows(cache, 0)) < 7 * 4
+        assert all(part.alive is None for part in cache.rows.values())  # a mask is only needed in batches
+        held = {i // 2: layer.keys.shape[2] for i, layer in enumerate(cache.layers)}
+        assert held == {index: len(part.token) for index, part in cache.rows.items()}
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_of_keys_are_exact_in_16_bits(kind: torch.dtype) -> None:
+    weight = -torch.linspace(0, 12, 50)[None].exp().log1p()
+    q, k = torch.zeros(1, 4, 3, 8, dtype=kind), torch.zeros(1, 2, 50, 8, dtype=kind)
+    q, k, v = weigh(q, k, k, weight, 8**-0.5)
+    scores = q[:, :2].float() @ k.float().transpose(-1, -2) * 8**-0.5
+    torch.testing.assert_close(scores, weight[:, None, None].expand_as(scores), rtol=1e-6, atol=1e-6)
+    assert v.shape[-1] == q.shape[-1] == 16 and not v.any()
+
+
+@torch.no_grad()
+def test_prompts_may_be_refined_a_given_number_of_times() -> None:
+    net, tokens = make("ponderlm2", "pythia", 2), ids(1, 6)
+    common = dict(max_new_tokens=1, do_sample=False, pad_token_id=0, eos_token_id=None)
+    scores = dict(output_logits=True, return_dict_in_generate=True)
+    for jacobi in (0, 3, "converge"):
+        want = net(tokens, jacobi=jacobi).logits[:, -1]
+        assert error(net.generate(tokens, jacobi=jacobi, **common, **scores).logits[0], want) < 1e-6
+        net.config.prefill_jacobi = jacobi
+        assert error(net.generate(tokens, **common, **scores).logits[0], want) < 1e-6
+    for wrong in (-1, "often", 0.5):
+        with pytest.raises(ValueError, match='it must be None, "converge", or a number of refinements'):
+            net(tokens, jacobi=wrong)
