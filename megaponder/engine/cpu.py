@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import warnings
 from typing import Any
 
@@ -62,6 +63,8 @@ def install() -> bool:
         return False
     if _active is not None:
         return True
+    # installed for GPUs but of no use here: megatron-core would call its CUDA kernels
+    sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]
     # torch._dynamo lists the functions of torch.cuda by identity when it is imported, so it must see the real ones,
     # and megatron-core decorates small kernels with torch.compile at import, which CPU users should not wait for.
     from torch import _dynamo
