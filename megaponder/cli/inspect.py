@@ -86,6 +86,8 @@ def _dataset(prefix: Path) -> int:
     meta = info.meta
     print(f"  tokenizer {meta.tokenizer} ({meta.tokenizer_kind}), fingerprint {meta.tokenizer_fingerprint[:16]}")
     print(f"  vocabulary {meta.vocab_size:,}, EOD {meta.eod_id}, largest id {meta.max_id:,}")
+    if meta.special_tokens:
+        print("  special tokens " + ", ".join(f"{token} {i}" for token, i in meta.special_tokens.items()))
     print(f"  {meta.text_bytes / 1e6:,.1f} MB of text from {len(meta.sources)} files")
     for reason, count in meta.skipped.items():
         print(f"  skipped {count:,} documents: {reason}")

@@ -51,6 +51,8 @@ class DatasetMeta:
     """Input files in order."""
     skipped: dict[str, int] = field(default_factory=dict)
     """Documents left out, by reason."""
+    special_tokens: dict[str, int] = field(default_factory=dict)
+    """The tokenizer's special tokens and their ids, by id; empty where an earlier version described the dataset."""
     format: str = "megaponder-dataset-1"
     """Version of this file."""
 
@@ -81,10 +83,10 @@ def _meta_from(data: Any, path: str) -> DatasetMeta:
     known = {f.name for f in fields(DatasetMeta)}
     if not isinstance(data, dict) or data.get("format") != DatasetMeta.format:
         raise UserError(f"{path}: not the description of a dataset of this program; move it away to load the dataset.")
-    missing = sorted(known - data.keys())
+    missing = sorted(known - data.keys() - {"special_tokens"})  # the first descriptions did without
     if missing:
         raise UserError(f"{path}: fields are missing ({', '.join(missing)}); prepare the dataset again.")
-    values = {name: data[name] for name in known}
+    values = {name: data[name] for name in known & data.keys()}
     values["sources"] = [SourceFile(**s) for s in data["sources"]]
     return DatasetMeta(**values)
 

@@ -213,6 +213,7 @@ def _meta(tokenizer: Tokenizer, eod_id: int | None, files: list[Path], dtype: st
         text_bytes=done.text_bytes,
         sources=[SourceFile(str(f), f.stat().st_size) for f in files],
         skipped=done.skipped,
+        special_tokens=tokenizer.special_tokens,
     )
 
 

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -41,6 +41,10 @@ class Tokenizer(Protocol):
         """Id that ends a document, or None."""
 
     @property
+    def special_tokens(self) -> dict[str, int]:
+        """Tokens that stand for no text (EOD, padding, unknown), with their ids, by id."""
+
+    @property
     def fingerprint(self) -> str:
         """sha256 of the content that decides ids, however the file is laid out."""
 
@@ -65,6 +69,7 @@ class BytesTokenizer:
     kind = name = "bytes"
     vocab_size = 257
     eod_id: int | None = 256
+    special_tokens: ClassVar[dict[str, int]] = {"<EOD>": 256}
     fingerprint = hashlib.sha256(b"utf-8 bytes 0-255, end of document 256").hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -100,6 +105,8 @@ class HuggingFaceTokenizer:
         self.vocab_size = max(vocab.values()) + 1
         named = eod if eod is not None else _configured_eos(path.parent)
         self.eod_id = _find_eod(vocab.get, named, eod is not None, name)
+        added = sorted(self._backend.get_added_tokens_decoder().items())
+        self.special_tokens = {token.content: i for i, token in added if token.special}
         self.fingerprint = hashlib.sha256(_canonical(content)).hexdigest()
         fast = not special_tokens and supports(content)
         self._segments = SegmentEncoder(self._encode_bytes) if fast else None
@@ -140,6 +147,9 @@ class SentencePieceTokenizer:
         eos = self._backend.eos_id()
         named = eod if eod is not None else (self._backend.id_to_piece(eos) if eos >= 0 else None)
         self.eod_id = _find_eod(self._piece_id, named, eod is not None, name)
+        pieces = self._backend
+        special = [i for i in range(self.vocab_size) if pieces.is_control(i) or pieces.is_unknown(i)]
+        self.special_tokens = {pieces.id_to_piece(i): i for i in special}
         self.fingerprint = hashlib.sha256(path.read_bytes()).hexdigest()
 
     def _piece_id(self, piece: str) -> int | None:

@@ -138,10 +138,11 @@ def test_inspect_a_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert main(["inspect", path]) == 0
         text = capsys.readouterr().out
         assert "2 documents, 14 tokens" in text and "5 to 9 tokens" in text and "another tool" in text
-    describe(prefix, 2, 14, dtype="uint16", skipped={"empty": 3})
+    describe(prefix, 2, 14, dtype="uint16", skipped={"empty": 3}, special_tokens={"<eod>": 0, "<pad>": 7})
     assert main(["inspect", prefix]) == 0
     text = capsys.readouterr().out
     assert "vocabulary 100, EOD 0" in text and "skipped 3 documents: empty" in text
+    assert "special tokens <eod> 0, <pad> 7" in text
     assert "did you mean" in refused(["inspect", str(tmp_path / "wikk")], capsys)
 
 

@@ -46,6 +46,7 @@ def test_result(options: PrepareOptions) -> None:
     meta = inspect_dataset(options.output).meta
     assert meta == done.meta and meta is not None
     assert meta.documents == 320 and meta.skipped == {"empty": 80} and meta.eod_id == 0
+    assert meta.special_tokens == {"<|endoftext|>": 0}
     found = documents(options.output)
     assert len(found) == 320 and all(d[-1] == 0 and d.count(0) == 1 for d in found)
     assert meta.tokens == sum(map(len, found)) and meta.max_id == max(map(max, found))

@@ -31,6 +31,7 @@ def sentencepiece_model(path: Path, eos_id: int = 2) -> Path:
 def test_bytes() -> None:
     t = load_tokenizer("bytes")
     assert t.encode_batch(["aé", ""]) == [[97, 0xC3, 0xA9], []] and (t.vocab_size, t.eod_id) == (257, 256)
+    assert t.special_tokens == {"<EOD>": 256}
     assert t.decode([97, 0xC3, 0xA9, 256]) == "aé<EOD>"
     with pytest.raises(ConfigError, match="eod"):
         load_tokenizer("bytes", eod="x")
@@ -40,6 +41,7 @@ def test_huggingface_file_and_folder(tmp_path: Path) -> None:
     path = huggingface_tokenizer(tmp_path / "tokenizer.json", ("<pad>", "<|endoftext|>"))
     t, same = load_tokenizer(str(path)), load_tokenizer(str(tmp_path))
     assert t.fingerprint == same.fingerprint and t.eod_id == 1 and t.kind == "huggingface"
+    assert t.special_tokens == {"<pad>": 0, "<|endoftext|>": 1}
     ids = t.encode_batch(["the cat", "sat\n on"])
     assert [t.decode(i) for i in ids] == ["the cat", "sat\n on"] and max(max(i) for i in ids) < t.vocab_size
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<pad>"}}))
@@ -80,6 +82,7 @@ def test_sentencepiece(tmp_path: Path) -> None:
     path = sentencepiece_model(tmp_path / "tokenizer.model")
     t = load_tokenizer(str(tmp_path))
     assert (t.kind, t.vocab_size, t.eod_id) == ("sentencepiece", 28, 2)
+    assert t.special_tokens == {"<unk>": 0, "<s>": 1, "</s>": 2}
     assert [t.decode(i) for i in t.encode_batch(["the cat", "text"])] == ["the cat", "text"]
     assert load_tokenizer(str(path), eod="<s>").eod_id == 1
     with pytest.raises(ConfigError, match="no such token"):
