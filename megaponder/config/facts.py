@@ -51,6 +51,8 @@ class MethodFacts:
     """Tokens halt, and a halted one needs no computation."""
     varying_passes: bool = False
     """The number of passes differs between steps."""
+    has_parameters: bool = False
+    """The method has parameters of its own beside the backbone's."""
     pause_token_id: int | None = None
     """A row of the embedding table that the method needs beside the text's tokens."""
 
@@ -71,5 +73,13 @@ def facts_of(method: MethodLike, seed: int = 0) -> MethodFacts:
         keeps_kv=method.keeps_kv,
         skips=method.skips,
         varying_passes=len(counts) > 1,
+        has_parameters=_has_parameters(method),
         pause_token_id=getattr(method.options, "pause_token_id", None),
     )
+
+
+def _has_parameters(method: MethodLike) -> bool:
+    """Whether the method builds modules; they are not built to find out, for gates can be large."""
+    from megaponder.ponder.base import Method  # here: this module does without PyTorch
+
+    return getattr(type(method), "exit_modules", Method.exit_modules) is not Method.exit_modules

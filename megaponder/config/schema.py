@@ -184,6 +184,8 @@ class TrainConfig:
     """Steps between evaluations; 0: only at the end."""
     eval_batches: int = 10
     """Global batches in an evaluation; 0 switches evaluation off."""
+    method_only_steps: int = 0
+    """First steps in which only the method's own parameters (gates, routers) change, before all of them do."""
     seed: int = 1234
     """Seed of initialisation, data order and the method's random plan."""
     deterministic: bool = False

@@ -10,7 +10,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from megaponder.checkpoint import folder, restore
 from megaponder.checkpoint.choose import Choice, choose, locate
-from megaponder.checkpoint.state import TrainState
+from megaponder.checkpoint.state import TrainState, load_state
 from megaponder.config.schema import RunConfig
 from megaponder.errors import ConfigError, UserError
 from megaponder.training.ranks import on_first_rank
@@ -31,6 +31,7 @@ def begin(
         say(sentence)
     if choice.path is not None:
         path = choice.path
+        on_first_rank(lambda: refuse_bare_weights(cfg, path))
         for warning in on_first_rank(lambda: refuse_other_model(cfg, path)):
             say(warning)
         return restore.resume(path, stage, optimizer)
@@ -45,8 +46,18 @@ def begin(
         source = cfg.checkpoint.load
         path = Path(on_first_rank(lambda: str(locate(source))))
         fresh = restore.load(path, stage, optimizer)
-        say(f"Starting from the weights of {path}" + (f"; new parameters: {', '.join(fresh)}." if fresh else "."))
+        new = f"; new, with fresh values: {', '.join(fresh)}" if fresh else ""
+        say(f"Starting from the weights of {path}{new}.")
     return TrainState()
+
+
+def refuse_bare_weights(cfg: RunConfig, checkpoint: Path) -> None:
+    """UserError for a checkpoint without optimizer state, such as an imported one: only weights can come from it."""
+    if not load_state(checkpoint)[1].optimizer:
+        raise UserError(
+            f"run = {cfg.run!r}: {checkpoint} holds weights without optimizer state (megaponder import wrote it), so "
+            f"there is nothing to continue; start from it in another run folder, with --checkpoint.load {cfg.run}."
+        )
 
 
 def _sweep_and_list(root: Path) -> list[str]:

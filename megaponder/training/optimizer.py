@@ -6,7 +6,9 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, ParamGroupOverride, get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+from torch import nn
 
+from megaponder.checkpoint.restore import METHOD
 from megaponder.config.schema import RunConfig
 
 
@@ -18,6 +20,9 @@ def build_optimizer(cfg: RunConfig, ddp: DistributedDataParallel) -> MegatronOpt
     options = cfg.optimizer
     bf16 = cfg.precision.dtype == "bf16"
     not_decayed = ParamKey(name="*.bias", predicate=ParamPredicate("vector", lambda p: p.dim() <= 1))
+    overrides = {not_decayed: ParamGroupOverride(wd_mult=0.0)}
+    if cfg.train.method_only_steps:  # groups of their own, so that `set_lr` can tell them from the backbone's
+        overrides[ParamKey(name=f"*{METHOD}*")] = ParamGroupOverride(of_method=True)
     return get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -33,13 +38,32 @@ def build_optimizer(cfg: RunConfig, ddp: DistributedDataParallel) -> MegatronOpt
             overlap_param_gather=cfg.parallel.overlap_param_gather,
         ),
         [ddp],
-        config_overrides={not_decayed: ParamGroupOverride(wd_mult=0.0)},
+        config_overrides=overrides,
         use_gloo_process_groups=False,
     )
 
 
-def set_lr(optimizer: MegatronOptimizer, cfg: RunConfig, lr: float) -> None:
-    """Learning rate of the coming step; groups that are not decayed keep a decay of zero."""
+def set_lr(optimizer: MegatronOptimizer, cfg: RunConfig, lr: float, step: int) -> None:
+    """Learning rate of the coming step; groups that are not decayed keep a decay of zero.
+
+    While only the method's parameters are trained, the others have a rate of zero, which stops their decay too.
+    """
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        rests = method_only(cfg, step) and not group.get("of_method", False)
+        group["lr"] = 0.0 if rests else lr
         group["weight_decay"] = cfg.optimizer.weight_decay * group["wd_mult"]
+
+
+def method_only(cfg: RunConfig, step: int) -> bool:
+    """Whether only the method's own parameters change in this step."""
+    return step <= cfg.train.method_only_steps
+
+
+def drop_backbone_gradients(stage: nn.Module) -> None:
+    """Zero every gradient but those of the method's own parameters, after reduction and before clipping.
+
+    The others then count neither in the gradient norm nor in Adam's moments, and they stay bit-equal.
+    """
+    for name, parameter in stage.named_parameters():
+        if not name.startswith(METHOD):  # `main_grad` is the buffer that the optimizer, or its shard, reads
+            parameter.main_grad.zero_()  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ from megaponder.training import setup
 from megaponder.training.begin import begin
 from megaponder.training.evaluate import evaluate
 from megaponder.training.lock import own_run
-from megaponder.training.optimizer import build_optimizer, set_lr
+from megaponder.training.optimizer import build_optimizer, method_only, set_lr
 from megaponder.training.ranks import on_first_rank
 from megaponder.training.schedule import build_schedule
 from megaponder.training.step import NotFinite, optimizer_step, whole_parameters
@@ -45,6 +45,9 @@ def run(cfg: RunConfig, groups: Groups) -> None:
         on_first_rank(lambda: setup.write_config(cfg))
         stack.callback(monitor.close)
         monitor.start(state.step, state.tokens)
+        if method_only(cfg, state.step + 1):
+            last, name = cfg.train.method_only_steps, cfg.ponder.method
+            monitor.say(f"Up to step {last} only the parameters of {name} itself change, then all of them.")
 
         def save() -> None:
             with whole_parameters(engine), monitor.pause("checkpoint_seconds"):
@@ -54,12 +57,12 @@ def run(cfg: RunConfig, groups: Groups) -> None:
         while state.step < total and not (signalled := stop.agreed()):
             step, batch = state.step + 1, batch_at(cfg, state.sequences)
             lr = schedule(step)
-            set_lr(optimizer, cfg, lr)
+            set_lr(optimizer, cfg, lr, step)
             batches = streams.train.micro_batches(
                 state.sequences, batch, cfg.train.micro_batch, groups.dp_rank, groups.dp_size
             )
             try:
-                out, norm = optimizer_step(engine, optimizer, batches, step)
+                out, norm = optimizer_step(engine, optimizer, batches, step, method_only(cfg, step))
             except NotFinite:
                 saver.wait()  # what was saved before it is sound
                 raise

@@ -11,6 +11,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megaponder.data.batch import MicroBatch
 from megaponder.engine.step import Engine, StepOutput
 from megaponder.errors import UserError
+from megaponder.training.optimizer import drop_backbone_gradients
 
 
 class NotFinite(UserError):  # noqa: N818  the sentence is for a user
@@ -18,13 +19,18 @@ class NotFinite(UserError):  # noqa: N818  the sentence is for a user
 
 
 def optimizer_step(
-    engine: Engine, optimizer: MegatronOptimizer, batches: Sequence[MicroBatch], step: int
+    engine: Engine, optimizer: MegatronOptimizer, batches: Sequence[MicroBatch], step: int, method_only: bool = False
 ) -> tuple[StepOutput, float]:
-    """Forward, backward and update with a global batch; returns the loss and the gradient norm before clipping."""
+    """Forward, backward and update with a global batch; returns the loss and the gradient norm before clipping.
+
+    `method_only`: gradients of all but the method's own parameters are dropped.
+    """
     engine.zero_grad()
     optimizer.zero_grad()
     out = engine.forward_backward(batches, step, train=True)
     _require_finite("loss", out.loss, step)
+    if method_only:
+        drop_backbone_gradients(engine.stage)
     _, norm, _ = optimizer.step()
     _require_finite("gradient norm", float(norm), step)
     return out, float(norm)

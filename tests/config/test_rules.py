@@ -14,6 +14,7 @@ from megaponder.config.facts import MethodFacts, facts_of
 from megaponder.config.rules import RULES, Machine, check
 from megaponder.config.rules.layout import choose_group, group_fits
 from megaponder.errors import ConfigError
+from megaponder.ponder.base import Shape, build_method
 from tests.config.make import config
 
 CPU = Machine("cpu")
@@ -68,6 +69,8 @@ BROKEN: list[Broken] = [
     broken("train.steps", "at least 1", train__steps=0),
     broken("train.steps", "a run needs a budget", train__steps=None),
     broken("train.steps", "only one of the two", train__tokens=1000000000),
+    broken("train.method_only_steps", "at least 0", train__method_only_steps=-1),
+    broken("train.method_only_steps", "no parameters of its own to train alone; use 0", train__method_only_steps=5),
     broken("train.eval_batches", "at least 0", train__eval_batches=-1),
     broken("train.batch_rampup", "three positive integers", train__batch_rampup=[1, 2]),
     broken("train.batch_rampup", "start below", train__batch_rampup=[256, 8, 100]),
@@ -187,6 +190,7 @@ def test_every_rule_has_a_case_here() -> None:
         (1, MethodFacts(), None, {"train__tokens": 10 * 256 * 2048, "train__steps": 10}),
         (1, MethodFacts(), None, {"data__train": [0.2, "a", 0.8, "b"], "data__valid": ["c"]}),
         (1, MethodFacts(varying_passes=True), None, {}),
+        (1, MethodFacts(has_parameters=True), None, {"train__method_only_steps": 5}),
         (4096, PASSES4, None, {"parallel__tensor": 4, "parallel__pipeline": 4, "train__global_batch": 4096}),
     ],
 )
@@ -262,3 +266,6 @@ class Drawn:
 
 def test_facts_of_a_method() -> None:
     assert facts_of(Drawn()) == MethodFacts(4, 2, 2, True, True, varying_passes=True)
+    shape = Shape("llama", 2, 8)
+    own = {name: facts_of(build_method(name, {}, shape)).has_parameters for name in ("ponderlm", "adaponderlm")}
+    assert own == {"ponderlm": False, "adaponderlm": True}

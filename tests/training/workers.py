@@ -76,10 +76,10 @@ def _before_step(at_step: int, action: Any) -> None:
 
     original = module.optimizer_step
 
-    def wrapped(engine: Any, optimizer: Any, batches: Any, step: int) -> Any:
+    def wrapped(engine: Any, optimizer: Any, batches: Any, step: int, method_only: bool) -> Any:
         if step == at_step:
             action(engine)
-        return original(engine, optimizer, batches, step)
+        return original(engine, optimizer, batches, step, method_only)
 
     module.optimizer_step = wrapped
 

@@ -31,6 +31,7 @@ RANGES: tuple[tuple[str, float, bool, float, bool], ...] = (
     ("train.micro_batch", 1, True, math.inf, False),
     ("train.eval_every", 0, True, math.inf, False),
     ("train.eval_batches", 0, True, math.inf, False),
+    ("train.method_only_steps", 0, True, math.inf, False),
     ("train.seed", 0, True, 2**31, False),
     ("checkpoint.every", 0, True, math.inf, False),
     ("checkpoint.keep_last", 1, True, math.inf, False),
@@ -99,6 +100,13 @@ def rampup_is_three_numbers(c: Case) -> None:
     require((full - start) % increment == 0, field, ramp, rule, fix)
 
 
+def method_only_needs_parameters(c: Case) -> None:
+    """A method without parameters of its own has none that could be trained first."""
+    steps, method = c.cfg.train.method_only_steps, c.cfg.ponder.method
+    rule = f"method {method} has no parameters of its own to train alone"
+    require(steps == 0 or c.facts.has_parameters, "train.method_only_steps", steps, rule, "use 0")
+
+
 def warmup_and_decay_fit(c: Case) -> None:
     """Under wsd, warm-up and final fall share the budget."""
     s = c.cfg.schedule
@@ -140,6 +148,7 @@ RULES: tuple[Rule, ...] = (
     numbers_are_in_range,
     rampup_is_three_numbers,
     budget_is_given_once,
+    method_only_needs_parameters,
     warmup_and_decay_fit,
     kept_checkpoints_are_written,
     load_can_be_used,

@@ -1,0 +1,135 @@
+"""Continued pretraining: weights from elsewhere, a method with parameters of its own, and those trained first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megaponder.checkpoint import folder, stored
+from megaponder.checkpoint.restore import METHOD
+from megaponder.export.from_hf import import_hf
+from tests.tolerance import ATOL, RTOL
+from tests.training.conftest import Base, run
+
+OWN = {
+    "adaponderlm": [f"gates.{i}.{j}.{part}" for i in range(2) for j in (0, 2) for part in ("bias", "weight")],
+    "ponderlm3": ["router.bias", "router.weight"],
+    "adaptive_cot": ["router.bias", "router.weight"],
+}
+COUNT = {"adaponderlm": "steps", "ponderlm3": "latents", "adaptive_cot": "steps"}
+HF = {
+    "model__family": "pythia", "model__num_layers": 2, "model__num_kv_heads": 4, "model__ffn_size": 44,
+    "model__vocab_size": 83, "model__vocab_multiple": 128, "model__rotary_fraction": 0.25,
+    "model__parallel_residual": True, "model__norm_eps": 1e-5, "model__tie_embeddings": False,
+    "model__max_positions": 40,
+}  # fmt: skip
+
+
+def tensors(run: Path, step: int) -> dict[str, np.ndarray]:
+    """Everything in a checkpoint but the random states."""
+    path = folder.final(run / "checkpoints", step)
+    names = {n: m for n, m in stored.tensors(path).items() if not n.startswith("random.")}
+    return {n: t.float().numpy() for n, t in stored.read(path, names).items()}
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder made from a random GPT-NeoX folder, and datasets beside it whose ids it knows."""
+    pytest.importorskip("transformers")
+    from tests.export import hf_models
+    from tests.training import datasets
+
+    root = tmp_path_factory.mktemp("continued")
+    hf_models.write("neox", root / "hf")
+    import_hf(root / "hf", root / "imported")
+    datasets.write(root / "train", tokens=400, seed=1, vocabulary=83)
+    datasets.write(root / "valid", tokens=200, seed=2, vocabulary=83)
+    return root
+
+
+def job(root: Path, name: str, method: str, **changes: Any) -> dict[str, Any]:
+    """Two steps of a method from the imported weights; the first leaves a checkpoint."""
+    options = {COUNT[method]: 2} if method in COUNT else {}
+    ponder = {"ponder__method": method, "ponder__options": options}
+    budget = {"train__steps": 1, "checkpoint__every": 1, "train__eval_batches": 0}
+    start = {"checkpoint__load": str(root / "imported")}
+    return {"run": str(root / name), "data": str(root)} | HF | ponder | budget | start | changes
+
+
+def test_imported_weights_start_methods_with_parameters_of_their_own(imported: Path):
+    jobs = [job(imported, name, name) for name in ("vanilla", *OWN)]
+    _, output = run("run_many", 1, jobs=jobs)
+    run("run_many", 2, jobs=[job(imported, f"{n}-pp2", n, parallel__pipeline=2) for n in OWN])
+    for name, own in OWN.items():
+        names = ", ".join(f"{METHOD}{n}" for n in own)
+        assert f"; new, with fresh values: {names}.\n" in output
+        np.testing.assert_allclose(  # fresh values do not depend on the layout
+            tensors(imported / f"{name}-pp2", 1)[f"{METHOD}{own[-1]}"],
+            tensors(imported / name, 1)[f"{METHOD}{own[-1]}"], RTOL, ATOL,
+        )  # fmt: skip
+    assert output.count("Starting from the weights of") == len(jobs)
+
+
+def test_an_imported_run_folder_points_to_load(imported: Path):
+    here = {"run": str(imported / "imported"), "checkpoint__load": None}
+    jobs = [job(imported, "x", method) | here for method in ("vanilla", "ponderlm3")]
+    (found,), _ = run("refusals", 1, jobs=jobs)
+    for sentence in found:
+        assert "weights without optimizer state" in sentence
+        assert f"in another run folder, with --checkpoint.load {imported / 'imported'}." in sentence
+    assert not (imported / "imported" / "lock.json").exists()
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "bf16": (1, {"precision__dtype": "bf16"}),
+    "pp2": (2, {"parallel__pipeline": 2}),
+    "tp2": (2, {"parallel__tensor": 2}),
+    "distopt": (2, {"parallel__distributed_optimizer": True}),
+    "distopt-overlap": (
+        2,
+        {
+            "parallel__distributed_optimizer": True,
+            "parallel__overlap_grad_reduce": True,
+            "parallel__overlap_param_gather": True,
+        },
+    ),
+}
+
+
+def test_the_methods_parameters_are_trained_first(base: Base):
+    only = {
+        "data": base.data, "ponder__method": "adaponderlm", "ponder__options": {"steps": 2}, "optimizer__lr": 1e-2,
+        "train__steps": 4, "train__method_only_steps": 2, "train__eval_batches": 0, "checkpoint__every": 1,
+        "checkpoint__load": str(base.run), "model__tie_embeddings": True,
+    }  # fmt: skip
+    for world in (1, 2):
+        jobs = [{"run": str(base.root / f"own-{n}")} | only | c for n, (w, c) in LAYOUTS.items() if w == world]
+        _, output = run("run_many", world, jobs=jobs)
+        assert output.count("Up to step 2 only the parameters of adaponderlm itself change") == len(jobs)
+    before = tensors(base.run, 8)
+    for name in LAYOUTS:
+        series = {step: tensors(base.root / f"own-{name}", step) for step in (1, 2, 3)}
+        backbone = [n for n in series[1] if not n.startswith((METHOD, "optimizer."))]
+        assert len(backbone) > 10
+        for n in backbone:
+            start = before[n] if name != "bf16" else series[1][n]
+            assert (series[1][n] == start).all() and (series[2][n] == start).all(), f"{name}: {n}"
+            for moment in ("exp_avg", "exp_avg_sq"):
+                assert not series[2][f"optimizer.state.{moment}.{n}"].any(), f"{name}: {n} has a {moment}"
+            # in BF16 a step can be too small for the parameter, though not for its master
+            kept = f"optimizer.state.param.{n}" if name == "bf16" else n
+            assert (series[3][kept] != series[2][kept]).any(), f"{name}: {n} rests for ever"
+        last = f"{METHOD}gates.1.2.bias"
+        assert (series[1][last] != series[2][last]).all(), f"{name}: the gates rest"
+        if name != "bf16":
+            losses = [[row["loss"] for row in base.rows(f"own-{n}").values()] for n in ("one", name)]
+            np.testing.assert_allclose(losses[1], losses[0], RTOL, ATOL, err_msg=name)
+
+    # whether a step is one of the first is read from its number, so a kill among them changes nothing
+    run("run_many", 1, jobs=[only | base.copy("own-again", source="own-one", upto=1)])
+    want, again = (tensors(base.root / name, 4) for name in ("own-one", "own-again"))
+    assert all((again[n] == tensor).all() for n, tensor in want.items())
