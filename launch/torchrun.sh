@@ -31,4 +31,5 @@ else
   rendezvous=(--standalone)
 fi
 
-exec torchrun "${rendezvous[@]}" --nproc-per-node "$nproc_per_node" -m megaponder train "$@"
+# Without the --, torchrun under Python 3.11 and older takes our --run for an abbreviation of an option of its own.
+exec torchrun "${rendezvous[@]}" --nproc-per-node "$nproc_per_node" -m -- megaponder train "$@"

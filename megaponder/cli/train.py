@@ -21,6 +21,7 @@ overrides
 many processes
   torchrun --nproc-per-node 8 -m megaponder train CONFIG --parallel.tensor 2 --parallel.pipeline 2
 
+  With --run write `-m -- megaponder`: torchrun has options of its own that begin with --run.
   Data-parallel size is what is left: processes / (tensor x pipeline).  `megaponder plan` shows a layout beforehand.
 
 continuing

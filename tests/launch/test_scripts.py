@@ -45,7 +45,7 @@ def test_valid_bash(script: Path) -> None:
 def test_one_node_uses_its_gpus(fakes: Path) -> None:
     done = launch(SCRIPTS[0], fakes, "c.yaml", "--run", "a b")
     words = done.stdout.splitlines()[1:]
-    assert words == ["--standalone", "--nproc-per-node", "2", "-m", "megaponder", "train", "c.yaml", "--run", "a b"]
+    assert words == ["--standalone", "--nproc-per-node", "2", "-m", "--", "megaponder", "train", "c.yaml", "--run", "a b"]
 
 
 def test_several_nodes_need_an_address(fakes: Path) -> None:
@@ -67,7 +67,7 @@ def test_slurm_starts_one_torchrun_a_node(fakes: Path) -> None:
     words = " ".join(done.stdout.split())
     assert words == (
         "rank=1 nodes=2 --nnodes 2 --node-rank 1 --master-addr node7 --master-port 20031 --nproc-per-node 8 "
-        "-m megaponder train c.yaml --train.steps 5"
+        "-m -- megaponder train c.yaml --train.steps 5"
     )
 
 

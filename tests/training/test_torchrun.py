@@ -1,0 +1,67 @@
+"""The commands as a user types them: text, `prepare`, then `train` alone and under torchrun; one series of losses."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from megaponder.monitor.jsonl import read
+from tests.tolerance import ATOL, RTOL
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = """\
+model:
+  {family: pythia, num_layers: 4, hidden_size: 32, num_heads: 4, ffn_size: 64, max_positions: 64, norm_eps: 1.0e-5,
+   rotary_fraction: 0.25, rotary_base: 10000.0, parallel_residual: true, tie_embeddings: false}
+ponder: {method: ponderlm, options: {steps: 2}}
+data: {train: [0.5, data/lines, 0.5, data/json], split: "80,20,0", sequence_length: 32}
+optimizer: {lr: 1.0e-2}
+train: {steps: 4, global_batch: 4, micro_batch: 2, eval_every: 2, eval_batches: 1}
+checkpoint: {every: 0}
+logging: {every: 1, tensorboard: false}
+"""
+WORDS = ["a", "tale", "of", "two", "processes", "that", "count", "alike"]
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "-m", "--"]
+
+
+def python(folder: Path, *words: str) -> str:
+    """What the command prints; all of it in the failure's message."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=600,
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout + done.stderr
+
+
+def test_two_processes_give_the_series_of_one(tmp_path: Path) -> None:
+    dice = random.Random(5)
+    texts = [" ".join(dice.choices(WORDS, k=40)) for _ in range(40)]
+    (tmp_path / "lines.txt").write_text("".join(f"{t}\n" for t in texts[:20]))
+    (tmp_path / "json.jsonl").write_text("".join(f'{{"text": "{t}"}}\n' for t in texts[20:]))
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    prepare = ["-m", "megaponder", "prepare", "--tokenizer", "bytes"]
+    python(tmp_path, *prepare, "lines.txt", "--txt-split", "line", "--output", "data/lines")
+    python(tmp_path, *prepare, "json.jsonl", "--output", "data/json")
+    train = ["-m", "megaponder", "train", "run.yaml"]
+    python(tmp_path, *train, "--run", "one")
+    printed = [
+        python(tmp_path, *TORCHRUN, *train[1:], "--run", "pp2", "--parallel.pipeline", "2"),
+        python(tmp_path, *TORCHRUN, *train[1:], "--run", "tp2", "--parallel.tensor", "2"),
+    ]
+
+    one, *others = (read(tmp_path / name / "metrics.jsonl") for name in ("one", "pp2", "tp2"))
+    assert [row["step"] for row in one] == [1, 2, 3, 4] and one[3]["loss"] < one[0]["loss"]
+    for rows in others:
+        for key in ("loss", "grad_norm", "validation_loss", "learning_rate"):
+            want, got = ([r[key] for r in series if key in r] for series in (one, rows))
+            np.testing.assert_allclose(got, want, RTOL, ATOL, err_msg=key)
+    for text in printed:
+        assert text.count("step 4/4") == 1, "exactly one process writes"
+        assert "Warning" not in text and "WARNING" not in text, text
