@@ -807,7 +807,7 @@ class AdaPonderLM(Vanilla):
         for index in range(1, steps + 1):
             gate = self.gate(model, index - 1, state)
             active = active & (gate >= self.options["threshold"])
-            if not active.any():
+            if not model.training and not active.any():  # in training every gate shall have a gradient
                 for deeper in range(index, steps + 1):
                     run.copy(deeper, kept)
                 break

@@ -34,6 +34,16 @@ def test_checkpoint_equals_export(run: Path) -> None:
     assert [generate(run / "run", [p], **greedy)[0] for p in PROMPTS] == want  # padding changes nothing
 
 
+@pytest.mark.parametrize("method", ["ponderlm3", "adaptive_cot"])
+def test_adaptive_checkpoints_generate(method: str, tmp_path: Path) -> None:
+    """Straight from the checkpoint, padded together or alone, with the cache or without."""
+    checkpoints.make("llama", method, tmp_path / "run", data={"tokenizer": "bytes", "eod_id": 256}, vocab_size=257)
+    greedy = dict(max_new_tokens=3, temperature=0.0)
+    want = generate(tmp_path / "run", PROMPTS[1:], **greedy)
+    assert generate(tmp_path / "run", PROMPTS[1:], use_cache=False, **greedy) == want
+    assert [generate(tmp_path / "run", [p], **greedy)[0] for p in PROMPTS[1:]] == want
+
+
 def test_sampling_follows_the_seed(run: Path) -> None:
     sample = dict(max_new_tokens=8, temperature=1.0, top_p=0.9)
     first = generate(run / "run", ["The"], seed=1, **sample)
