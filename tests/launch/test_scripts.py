@@ -45,7 +45,8 @@ def test_valid_bash(script: Path) -> None:
 def test_one_node_uses_its_gpus(fakes: Path) -> None:
     done = launch(SCRIPTS[0], fakes, "c.yaml", "--run", "a b")
     words = done.stdout.splitlines()[1:]
-    assert words == ["--standalone", "--nproc-per-node", "2", "-m", "--", "megaponder", "train", "c.yaml", "--run", "a b"]
+    torchrun = ["--standalone", "--nproc-per-node", "2", "-m", "--", "megaponder"]
+    assert words == [*torchrun, "train", "c.yaml", "--run", "a b"]
 
 
 def test_several_nodes_need_an_address(fakes: Path) -> None:
