@@ -11,7 +11,15 @@ from tests.distributed import run_workers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-CASES = [("pythia", "ponderlm", {"steps": 2}), ("llama", "loop", {"extra_passes": 2}), ("gpt2", "vanilla", {})]
+CASES = [
+    ("pythia", "ponderlm", {"steps": 2}),
+    ("llama", "loop", {"extra_passes": 2}),
+    ("gpt2", "vanilla", {}),
+    ("llama", "ponderlm2", {}),
+    ("llama", "ponderlm3", {"latents": 2}),
+    ("pythia", "adaponderlm", {}),
+    ("llama", "adaptive_cot", {}),
+]
 
 
 @pytest.mark.parametrize(("family", "method", "options"), CASES)

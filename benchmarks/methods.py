@@ -1,0 +1,152 @@
+"""Every method on the same text and seed, small enough for two CPU cores: loss, depth, FLOPs, depth against NLL.
+
+    python benchmarks/methods.py --data demo-run/data/code demo-run/data/docs --steps 150
+
+Trains a small model with each method through `megaponder train` in one process, one after the other, and writes
+benchmarks/results/methods.{json,md,png}.  Depth and correlation come from the evaluation of the last step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "vanilla": ("vanilla", {}),
+    "loop": ("loop", {"extra_passes": 3}),
+    "pause": ("pause", {"pauses": 3, "pause_token_id": 2047}),
+    "ponderlm": ("ponderlm", {"steps": 3}),
+    "ponderlm, 3 passes": ("ponderlm", {"steps": 2}),
+    "ponderlm2": ("ponderlm2", {"latents": 1, "jacobi": 2}),
+    "ponderlm3": ("ponderlm3", {"latents": 2, "jacobi": 1, "cost_weight": 0.05, "threshold": 0.05}),
+    "adaponderlm": (
+        "adaponderlm",
+        {"steps": 3, "bottom_share": 0.3, "threshold": 0.5, "ramp_start": 0.2, "ramp_end": 0.5},
+    ),
+    "pruned, random": ("pruned_ponderlm", {"steps": 3, "depth": 3.1}),
+    "pruned, by position": ("pruned_ponderlm", {"steps": 3, "depth": 3.1, "by": "position"}),
+    "adaptive_cot": ("adaptive_cot", {"steps": 3, "cost_weight": 0.2, "threshold": 0.3}),
+}
+
+
+def command(name: str, folder: Path, args: argparse.Namespace) -> list[str]:
+    """The training command of a method."""
+    method, options = METHODS[name]
+    options = {k: round(v * args.steps) if k.startswith("ramp_") else v for k, v in options.items()}
+    blend = [x for path in args.data for x in (str(1 / len(args.data)), path)]
+    return [
+        *(sys.executable, "-m", "megaponder", "train", "configs/demo.yaml", "--run", str(folder)),
+        *("--ponder.method", method, "--ponder.options", json.dumps(options)),
+        *("--data.train", "[" + ", ".join(blend) + "]", "--data.tokenizer", args.tokenizer),
+        *("--train.steps", str(args.steps), "--train.eval_every", str(args.steps // 5), "--train.eval_batches", "8"),
+        *("--checkpoint.every", str(args.steps), "--logging.every", "10", "--logging.tensorboard", "false"),
+    ]
+
+
+def run(name: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Train one method; its last evaluation, FLOPs and time."""
+    from megaponder.config.load import load_config
+    from megaponder.config.resolve import resolve
+    from megaponder.plan.flops import step_flops
+    from megaponder.ponder.settings import method_of
+
+    begin = time.perf_counter()
+    subprocess.run(command(name, folder, args), check=True, stdout=subprocess.DEVNULL)
+    seconds = time.perf_counter() - begin
+    cfg = resolve(load_config(folder / "config.yaml", []))
+    method = method_of(cfg)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    last = next(row for row in reversed(rows) if "validation_loss" in row)
+    passes = [p.total for p in step_flops(cfg, method).passes]
+    active = (
+        [last.get(f"ponder_valid_active_pass{k}", 1.0) for k in range(len(passes))]
+        if method.skips
+        else [1.0] * len(passes)
+    )
+    return {
+        "method": name,
+        "options": cfg.ponder.options,
+        "validation_loss": last["validation_loss"],
+        "curve": [(row["tokens"], row["validation_loss"]) for row in rows if "validation_loss" in row],
+        "mean_depth": last.get("ponder_valid_mean_depth"),
+        "depth_nll_correlation": last.get("ponder_valid_depth_nll_correlation"),
+        "needed_mflops_per_token": sum(a * f for a, f in zip(active, passes, strict=True)) / 1e6,
+        "seconds": seconds,
+    }
+
+
+def table(results: list[dict[str, Any]], args: argparse.Namespace) -> str:
+    """The Markdown report."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    cores = len(__import__("os").sched_getaffinity(0))
+    lines = [
+        "# Every method on the same text and seed\n",
+        f"{datetime.date.today()}, commit {commit}, CPU ({platform.machine()}, {cores} cores), FP32, model and data of "
+        f"`configs/demo.yaml`, {args.steps} steps. Command: `python benchmarks/methods.py --steps {args.steps}`.\n",
+        "| method | validation loss | mean depth | needed MFLOPs a token (forward) | depth and NLL, correlation |",
+        "|---|---|---|---|---|",
+    ]
+    for r in results:
+        depth = "" if r["mean_depth"] is None else f"{r['mean_depth']:.2f}"
+        corr = "" if r["depth_nll_correlation"] is None else f"{r['depth_nll_correlation']:+.2f}"
+        lines.append(
+            f"| {r['method']} | {r['validation_loss']:.3f} | {depth} | {r['needed_mflops_per_token']:.2f} | {corr} |"
+        )
+    lines.append(
+        "\nHalted tokens do not count in adaponderlm, the pruned baselines and adaptive_cot; ponderlm3 trains all its "
+        "latents and saves only in decoding, so its depth is what decoding would run at its threshold. Depth counts "
+        "passes, of the latent methods rows of a token.\n"
+        "\nWhat such a small run cannot show: which method is better. The models have 1.3 M parameters and see little "
+        "text, one seed, no tuning per method; thresholds and costs were chosen so that tokens really halt within so "
+        "few steps, not from the papers."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def plot(results: list[dict[str, Any]], path: Path) -> None:
+    """Validation loss over needed FLOPs."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for r in results:
+        compute = [3 * r["needed_mflops_per_token"] * tokens / 1e9 for tokens, _ in r["curve"]]
+        axes.plot(compute, [loss for _, loss in r["curve"]], marker="o", markersize=3, label=r["method"])
+    axes.set(xlabel="needed training compute (PFLOP)", ylabel="validation loss (nats per token)", xscale="log")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", nargs="+", default=["demo-run/data/code", "demo-run/data/docs"], help="datasets")
+    parser.add_argument("--tokenizer", default="demo-run/tokenizer.json")
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--runs", type=Path, default=Path("runs/methods"), help="where the runs go")
+    parser.add_argument("--only", nargs="*", default=list(METHODS), choices=list(METHODS))
+    args = parser.parse_args()
+    results = []
+    for name in args.only:
+        results.append(run(name, args.runs / name.replace(", ", "-").replace(" ", "-"), args))
+        print(
+            f"{name}: validation loss {results[-1]['validation_loss']:.3f}, {results[-1]['seconds']:.0f} s", flush=True
+        )
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "methods.json").write_text(json.dumps(results, indent=1) + "\n")
+    (RESULTS / "methods.md").write_text(table(results, args))
+    plot(results, RESULTS / "methods.png")
+
+
+if __name__ == "__main__":
+    main()

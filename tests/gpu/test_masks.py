@@ -1,0 +1,14 @@
+"""Halting masks over NCCL: equal bit for bit on all ranks, in BF16 too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.net.test_masks import (  # noqa: F401
+    seen,
+    test_all_ranks_have_the_same_bits,
+    test_every_layout_halts_the_same_tokens,
+)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
