@@ -46,6 +46,13 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
+def _show(console: Console, table: Table) -> None:
+    """The title on a line of its own (in the table rich would wrap it at the table's width), then the rows."""
+    console.print(table.title, style="bold", highlight=False)
+    table.title = None
+    console.print(table)
+
+
 def _words(field: str) -> str:
     return field.replace("_", " ")
 
@@ -114,12 +121,14 @@ def print_plan(cfg: RunConfig, plan: Plan, console: Console) -> None:
     table.add_row("on a rank", f"{lay.micro_batches} micro-batches of {t.micro_batch}, {passes} passes each{group}")
     table.add_row("vocabulary", f"{cfg.model.vocab_size:,} in a table of {plan.table_rows:,} rows")
     table.add_row("pipeline idles", f"{est.bubble:.1%} of the time" if lay.pipeline > 1 else "never")
-    console.print(table, end="\n\n")
-    console.print(parameter_table(plan), end="\n\n")
-    console.print(flops_table(plan))
+    _show(console, table)
+    console.print()
+    _show(console, parameter_table(plan))
+    console.print()
+    _show(console, flops_table(plan))
     again = f", executed {si(plan.executed)} with recompute" if plan.executed > plan.needed else ""
     console.print(f"training: needed {plan.needed / 1e9:.3f} G a token (3 x forward){again}", end="\n\n")
-    console.print(memory_table(plan))
+    _show(console, memory_table(plan))
     worst = max(m.total for m in plan.stages) / GIB
     if plan.gpu_memory_gib is not None:
         fits = worst <= plan.gpu_memory_gib
@@ -134,4 +143,4 @@ def print_plan(cfg: RunConfig, plan: Plan, console: Console) -> None:
     table.add_row("speed", f"{est.tokens_per_second:,.0f} tokens/s per GPU, {duration(est.step_seconds)} a step")
     gpu_hours = est.seconds * lay.world_size / 3600
     table.add_row("time", f"{duration(est.seconds)} ({gpu_hours:,.0f} GPU hours), without evaluation and saving")
-    console.print(table)
+    _show(console, table)
