@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -78,9 +79,17 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, ModuleType | None]:
     return args, module
 
 
+def keep_console_clean() -> None:
+    """Leave out what libraries say about themselves: nobody who uses a command can act on it."""
+    warnings.filterwarnings("ignore", module=r"megatron\.core")  # its deprecations, and GPU libraries that it misses
+    if not sys.stderr.isatty():  # transformers draws a bar while it loads weights; read when tqdm is imported
+        os.environ.setdefault("TQDM_DISABLE", "1")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit code: 0, 1 (a check failed), 2 (a user's mistake) or 130 (interrupted)."""
     words = sys.argv[1:] if argv is None else argv
+    keep_console_clean()
     try:
         args, module = parse(words)
         code: Any = module.run(args) if module is not None else 0

@@ -31,7 +31,8 @@ class Monitor:
             run_id(self._run)
             moved = jsonl.rewind(self._run, step)
             if moved:
-                self.say(f"{moved} rows beyond step {step} were moved to {self._run / jsonl.SUPERSEDED}.")
+                rows = "1 row beyond step {} was" if moved == 1 else f"{moved} rows beyond step {{}} were"
+                self.say(f"{rows.format(step)} moved to {self._run / jsonl.SUPERSEDED}.")
             self._trackers = [jsonl.JsonLines(self._run)]
             if self.cfg.logging.tensorboard:
                 self._trackers.append(TensorBoard(self._run, step))

@@ -27,11 +27,12 @@ def begin(
         fix = "use auto, or another run folder"
         raise ConfigError("checkpoint.resume", "never", f"{root} holds the checkpoints of an earlier run", fix)
     choice = choose(root, restore.agreed_damage) if found else Choice(None)
-    for sentence in choice.sentences():
-        say(sentence)
     if choice.path is not None:
         path = choice.path
         on_first_rank(lambda: refuse_bare_weights(cfg, path))
+    for sentence in choice.sentences():
+        say(sentence)
+    if choice.path is not None:
         for warning in on_first_rank(lambda: refuse_other_model(cfg, path)):
             say(warning)
         return restore.resume(path, stage, optimizer)
