@@ -63,7 +63,7 @@ def megaponder_words(words: list[str]) -> tuple[list[str], int]:
     """Arguments of megaponder and the number of processes."""
     if words[0] == "torchrun":
         begin = words.index("megaponder")
-        assert words[begin - 1] == "-m"
+        assert words[words.index("-m") + 1 : begin] in ([], ["--"])
         return words[begin + 1 :], int(words[words.index("--nproc-per-node") + 1])
     assert words[0] == "megaponder", words
     return words[1:], 1
