@@ -794,10 +794,11 @@ class AdaPonderLM(Vanilla):
         ]
         return {"gates": nn.ModuleList(gates)}
 
-    def gate(self, model: MegaponderForCausalLM, index: int, h: Tensor) -> Tensor:
-        """s [b, n] after pass `index`."""
+    def decide(self, model: MegaponderForCausalLM, index: int, h: Tensor, run: Run) -> tuple[Tensor, Tensor]:
+        """(weight of the mixture, whether a token goes on), both [b, n], after pass `index`."""
         first, _, last = model.method["gates"][index]  # type: ignore[index]
-        return linear(last, F.relu(linear(first, h)))[..., 0].sigmoid()
+        gate = linear(last, F.relu(linear(first, h)))[..., 0].sigmoid()
+        return gate, gate >= self.options["threshold"]
 
     def hidden(self, model: MegaponderForCausalLM, ids: Tensor, run: Run) -> Tensor:
         net, steps = model.model, self.options["steps"]
@@ -805,16 +806,53 @@ class AdaPonderLM(Vanilla):
         kept: list[tuple[Tensor, ...]] = [()] * len(net.layers)
         state, active = net.norm(net.stack(x, 0, run.aligned(0, None), kept)), run.real
         for index in range(1, steps + 1):
-            gate = self.gate(model, index - 1, state)
-            active = active & (gate >= self.options["threshold"])
+            weight, go_on = self.decide(model, index - 1, state, run)
+            active = active & go_on
             if not model.training and not active.any():  # in training every gate shall have a gradient
                 for deeper in range(index, steps + 1):
                     run.copy(deeper, kept)
                 break
-            x = x + (active * gate).to(x.dtype)[..., None] * self.mixture(model, state)
+            x = x + (active * weight).to(x.dtype)[..., None] * self.mixture(model, state)
             h = net.norm(net.stack(x, index, run.aligned(index, active), kept))
             state = torch.where(active[..., None], h, state)
         return state
+
+
+class PrunedPonderLM(AdaPonderLM):
+    """Baseline: floor(depth) passes for each position or one more, at random or evenly spaced, `depth` on average."""
+
+    defaults: ClassVar[dict[str, Any]] = {"steps": 3, "depth": 3.7, "by": "random", "seed": 0, "topk": 0}
+    training_only = ()
+
+    def modules(self) -> dict[str, nn.Module]:
+        return {}
+
+    def decide(self, model: MegaponderForCausalLM, index: int, h: Tensor, run: Run) -> tuple[Tensor, Tensor]:
+        base, extra, t = int(self.options["depth"]), self.options["depth"] % 1, run.positions.long()
+        if self.options["by"] == "random":
+            x = (t + 1) * 0x9E3779B1 + (self.options["seed"] + 1) * 0x85EBCA6B
+            for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+                x = ((x ^ ((x & 0xFFFFFFFF) >> shift)) * factor) & 0xFFFFFFFF
+            chosen = (x & 0xFFFFFF).double() / 2**24 < extra
+        else:
+            chosen = torch.floor((t + 1).double() * extra) > torch.floor(t.double() * extra)
+        return torch.ones_like(t, dtype=h.dtype), base + chosen.long() > index + 1
+
+
+class ConfidentPonderLM(AdaPonderLM):
+    """Baseline: a token exits once its most likely next token reaches the threshold (1: never)."""
+
+    defaults: ClassVar[dict[str, Any]] = {"steps": 3, "threshold": 1.0, "topk": 0}
+    training_only = ()
+
+    def modules(self) -> dict[str, nn.Module]:
+        return {}
+
+    def decide(self, model: MegaponderForCausalLM, index: int, h: Tensor, run: Run) -> tuple[Tensor, Tensor]:
+        best = model.lm_head(h).float().softmax(-1).amax(-1)
+        return torch.ones_like(best, dtype=h.dtype), (best < self.options["threshold"]) | (
+            self.options["threshold"] >= 1
+        )
 
 
 class AdaptiveCot(Vanilla):
@@ -859,6 +897,8 @@ METHODS: dict[str, type[Vanilla]] = {
     "ponderlm2": PonderLM2,
     "ponderlm3": PonderLM3,
     "adaponderlm": AdaPonderLM,
+    "pruned_ponderlm": PrunedPonderLM,
+    "confident_ponderlm": ConfidentPonderLM,
     "adaptive_cot": AdaptiveCot,
 }
 

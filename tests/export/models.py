@@ -44,7 +44,7 @@ def config(family: str, method: str, **changes: Any) -> MegaponderConfig:
     fields = dict(
         family=family,
         method=method.removesuffix("_top"),
-        method_options=METHODS[method],
+        method_options=METHODS.get(method, {}),
         vocab_size=VOCAB,
         hidden_size=32,
         num_hidden_layers=2,

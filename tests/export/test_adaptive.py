@@ -93,6 +93,26 @@ def test_forward_is_the_formula(method: str, family: str, k: int, tmp_path: Path
             assert want.depth is not None and rows(cache, 0) == want.depth.tolist()
 
 
+@pytest.mark.parametrize(
+    "method,options",
+    [
+        ("pruned_ponderlm", {"steps": 3, "depth": 2.4}),
+        ("pruned_ponderlm", {"steps": 2, "depth": 1.6, "by": "position"}),
+        ("confident_ponderlm", {"steps": 2, "threshold": 0.06, "topk": 7}),
+    ],
+)
+@torch.no_grad()
+def test_baselines_decode_by_the_formula(method: str, options: dict[str, Any], tmp_path: Path) -> None:
+    net, tokens = models.model("pythia", method, method_options=options).double(), ids(2, 9)
+    cfg = checkpoints.run_config(net, tmp_path)
+    oracle = Oracle(names.to_stage(dict(net.state_dict()), cfg.model), cfg.model, net.config.embedding_scale)
+    stepwise, _ = decode(net, tokens)
+    for row, got in zip(tokens, stepwise, strict=True):
+        want = oracle.run(row, method, options)
+        assert want.depth is not None and len(want.depth.unique()) > 1
+        assert error(got, want.logits.detach()) < 1e-6  # float32 in cos and sin
+
+
 @pytest.mark.parametrize("method", models.LATENT)
 @torch.no_grad()
 def test_refinements_converge_to_decoding(method: str) -> None:
