@@ -26,7 +26,7 @@ checkpoint: {every: 0}
 logging: {every: 1, tensorboard: false}
 """
 WORDS = ["a", "tale", "of", "two", "processes", "that", "count", "alike"]
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "-m", "--"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--"]
 
 
 def python(folder: Path, *words: str) -> str:
