@@ -14,6 +14,8 @@ from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_e
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
 
+from megaponder.backbone.union import fused_is_possible, merged_causal
+
 Kept = tuple[Tensor, ...]
 Attend = Callable[[Tensor, Tensor, Tensor, Kept, Callable[..., Tensor]], tuple[Tensor, Kept]]
 
@@ -35,6 +37,8 @@ def _causal(rows_q: int, rows_k: int, device: torch.device) -> Tensor:
     return torch.ones(rows_q, rows_k, dtype=torch.bool, device=device).tril(rows_k - rows_q)
 
 
+GONE = -30000.0
+"""Logit of a key that does not exist: its probability is exactly 0 in every precision, and nothing is infinite."""
 EXTRA = 8
 """Head channels that carry a key bias; fused kernels want head sizes that are multiples of 8."""
 
@@ -92,12 +96,29 @@ class SdpaCore(nn.Module):
         causal mask.  A row that sees no key at all gets finite junk.
         """
         n = keys[0].shape[0]
+        if visible is None and fused_is_possible(q):
+            return self._merged(q, keys, values, alive)
         if visible is None:
             visible = _causal(n, n, q.device)[None]
         exists = [torch.ones(n, q.shape[1], dtype=torch.bool, device=q.device) if a is None else a for a in alive]
         mask = visible.repeat(1, 1, len(keys)) & torch.cat(exists).t()[:, None]
         mask = mask | ~mask.any(-1, keepdim=True)
         return self.masked(q, torch.cat(list(keys)), torch.cat(list(values)), mask[:, None])
+
+    def _merged(
+        self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], alive: Sequence[Tensor | None]
+    ) -> Tensor:
+        """`union` by one fused causal call per set; a key that does not exist gets a logit of -30000."""
+        d, scale = q.shape[-1], self.scale or q.shape[-1] ** -0.5
+        ready = []
+        for k, v, exists in zip(keys, values, alive, strict=True):
+            bias = torch.zeros(k.shape[:2], device=q.device)
+            if exists is not None:
+                bias = bias.masked_fill(~exists, GONE)
+            wide_q, *pair = augment(q, k, v, bias, scale)
+            ready.append([self._all_heads(q, x).permute(1, 2, 0, 3) for x in pair])
+        out = merged_causal(wide_q.permute(1, 2, 0, 3), [k for k, _ in ready], [v for _, v in ready], scale)
+        return out.permute(2, 0, 1, 3)[..., :d]
 
     @staticmethod
     def _all_heads(q: Tensor, x: Tensor) -> Tensor:

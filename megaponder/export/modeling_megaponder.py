@@ -784,7 +784,7 @@ class AdaPonderLM(Vanilla):
     """
 
     defaults: ClassVar[dict[str, Any]] = {"steps": 3, "threshold": 1e-4, "topk": 0, "gate_width": 4}
-    training_only = ("cost_weight", "bottom_share", "ramp_start", "ramp_end", "cost_on")
+    training_only: ClassVar[tuple[str, ...]] = ("cost_weight", "bottom_share", "ramp_start", "ramp_end", "cost_on")
 
     def modules(self) -> dict[str, nn.Module]:
         width = self.config.hidden_size
@@ -822,7 +822,7 @@ class PrunedPonderLM(AdaPonderLM):
     """Baseline: floor(depth) passes for each position or one more, at random or evenly spaced, `depth` on average."""
 
     defaults: ClassVar[dict[str, Any]] = {"steps": 3, "depth": 3.7, "by": "random", "seed": 0, "topk": 0}
-    training_only = ()
+    training_only: ClassVar[tuple[str, ...]] = ()
 
     def modules(self) -> dict[str, nn.Module]:
         return {}
@@ -843,7 +843,7 @@ class ConfidentPonderLM(AdaPonderLM):
     """Baseline: a token exits once its most likely next token reaches the threshold (1: never)."""
 
     defaults: ClassVar[dict[str, Any]] = {"steps": 3, "threshold": 1.0, "topk": 0}
-    training_only = ()
+    training_only: ClassVar[tuple[str, ...]] = ()
 
     def modules(self) -> dict[str, nn.Module]:
         return {}

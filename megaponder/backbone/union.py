@@ -1,0 +1,82 @@
+"""One softmax over several sets of keys, as one fused causal call per set, merged by log-sum-exp.
+
+    o = sum_j w_j o_j,   w_j = exp(lse_j - lse),   lse = log sum_j exp(lse_j)
+
+Backward, every fused kernel is given the merged o and lse, which turns its local probabilities into the global ones
+(as ring attention does), so each set's call yields exactly its share of the gradients.  No mask of [n, K n] is ever
+made, and the upper half of each square is not computed.
+
+Shapes: q, k_j, v_j [b, h, n, d].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+
+
+def fused_is_possible(q: Tensor) -> bool:
+    """Whether a kernel that returns log-sum-exp exists for these tensors."""
+    if q.is_cuda:
+        return q.dtype in (torch.float16, torch.bfloat16)
+    return q.dtype in (torch.float32, torch.float64, torch.bfloat16)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, ...]:
+    """(output, log-sum-exp, what the backward kernel wants besides)."""
+    if q.is_cuda:
+        out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = _aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, True, False, scale=scale
+        )
+        return out, lse, cum_q, cum_k, max_q, max_k, seed, offset
+    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
+    return out, lse
+
+
+def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rest: Any, scale: float) -> Any:
+    if q.is_cuda:
+        cum_q, cum_k, max_q, max_k, seed, offset = rest
+        return _aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, 0.0, True, seed, offset, scale=scale
+        )
+    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, True, scale=scale)
+
+
+class _Merged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scale: float, q: Tensor, *keys_values: Tensor) -> Tensor:
+        sets = len(keys_values) // 2
+        outs, lses, rests = [], [], []
+        for k, v in zip(keys_values[:sets], keys_values[sets:], strict=True):
+            out, lse, *rest = _forward(q, k, v, scale)
+            outs.append(out)
+            lses.append(lse)
+            rests.append(rest)
+        lse = torch.stack(lses).logsumexp(0)
+        total = sum(o.to(lse.dtype) * (x - lse).exp()[..., None] for o, x in zip(outs, lses, strict=True))
+        assert isinstance(total, Tensor)
+        total = total.to(q.dtype)
+        ctx.save_for_backward(q, total, lse, *keys_values)
+        ctx.scale, ctx.rests = scale, rests
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, out, lse, *keys_values = ctx.saved_tensors
+        sets = len(keys_values) // 2
+        dq, dk, dv = torch.zeros_like(q), [], []
+        for k, v, rest in zip(keys_values[:sets], keys_values[sets:], ctx.rests, strict=True):
+            part = _backward(grad.contiguous(), q, k, v, out, lse, rest, ctx.scale)
+            dq = dq + part[0]
+            dk.append(part[1])
+            dv.append(part[2])
+        return (None, dq, *dk, *dv)
+
+
+def merged_causal(q: Tensor, keys: list[Tensor], values: list[Tensor], scale: float) -> Tensor:
+    """softmax over all sets, row i seeing rows <= i of each: [b, h, n, d]."""
+    return _Merged.apply(scale, q, *keys, *values)  # type: ignore[no-any-return]
