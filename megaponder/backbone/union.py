@@ -79,4 +79,5 @@ class _Merged(torch.autograd.Function):
 
 def merged_causal(q: Tensor, keys: list[Tensor], values: list[Tensor], scale: float) -> Tensor:
     """softmax over all sets, row i seeing rows <= i of each: [b, h, n, d]."""
-    return _Merged.apply(scale, q, *keys, *values)  # type: ignore[no-any-return]
+    out: Tensor = _Merged.apply(scale, q, *keys, *values)
+    return out
