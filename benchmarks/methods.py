@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
 import json
 import platform
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,7 @@ def run(name: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     begin = time.perf_counter()
     subprocess.run(command(name, folder, args), check=True, stdout=subprocess.DEVNULL)
     seconds = time.perf_counter() - begin
+    print(f"{name}: {seconds:.0f} s", flush=True)
     cfg = resolve(load_config(folder / "config.yaml", []))
     method = method_of(cfg)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -134,18 +137,17 @@ def main() -> None:
     parser.add_argument("--tokenizer", default="demo-run/tokenizer.json")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--runs", type=Path, default=Path("runs/methods"), help="where the runs go")
+    parser.add_argument("--jobs", type=int, default=1, help="methods that train at a time")
     parser.add_argument("--only", nargs="*", default=list(METHODS), choices=list(METHODS))
     args = parser.parse_args()
-    results = []
-    for name in args.only:
-        results.append(run(name, args.runs / name.replace(", ", "-").replace(" ", "-"), args))
-        print(
-            f"{name}: validation loss {results[-1]['validation_loss']:.3f}, {results[-1]['seconds']:.0f} s", flush=True
-        )
+    folders = [args.runs / name.replace(", ", "-").replace(" ", "-") for name in args.only]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        results = list(pool.map(lambda pair: run(*pair, args), zip(args.only, folders, strict=True)))
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "methods.json").write_text(json.dumps(results, indent=1) + "\n")
     (RESULTS / "methods.md").write_text(table(results, args))
-    plot(results, RESULTS / "methods.png")
+    if importlib.util.find_spec("matplotlib"):
+        plot(results, RESULTS / "methods.png")
 
 
 if __name__ == "__main__":

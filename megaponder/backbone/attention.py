@@ -75,35 +75,28 @@ class SdpaCore(nn.Module):
             return self._attend(*augment(q, k, v, key_bias, scale), scale)[..., :d]
         return self._attend(q, k, v, self.scale)
 
-    def masked(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-        """Attention under any mask: `visible` [b or 1, 1, q rows, k rows] is true where a row may read a key."""
-        k, v = self._all_heads(q, k), self._all_heads(q, v)
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=self.scale)
-        return out.permute(2, 0, 1, 3)
-
     def union(
         self,
         q: Tensor,
         keys: Sequence[Tensor],
         values: Sequence[Tensor],
         alive: Sequence[Tensor | None],
-        visible: Tensor | None = None,
     ) -> Tensor:
         """One softmax over several sets of keys of n rows each, causal in tokens within every set.
 
-        `alive` [n, b] per set is false at keys that do not exist; None: all do.  `visible` [b, q rows, n] replaces the
-        causal mask.  A row that sees no key at all gets finite junk.
+        `alive` [n, b] per set is false at keys that do not exist; None: all do.  A row that sees no key at all gets
+        finite junk.
         """
-        n = keys[0].shape[0]
-        if visible is None and fused_is_possible(q):
+        if fused_is_possible(q):
             return self._merged(q, keys, values, alive)
-        if visible is None:
-            visible = _causal(n, n, q.device)[None]
+        n = keys[0].shape[0]
         exists = [torch.ones(n, q.shape[1], dtype=torch.bool, device=q.device) if a is None else a for a in alive]
-        mask = visible.repeat(1, 1, len(keys)) & torch.cat(exists).t()[:, None]
+        mask = _causal(n, n, q.device).repeat(1, len(keys))[None] & torch.cat(exists).t()[:, None]
         mask = mask | ~mask.any(-1, keepdim=True)
-        return self.masked(q, torch.cat(list(keys)), torch.cat(list(values)), mask[:, None])
+        k, v = (self._all_heads(q, torch.cat(list(x))) for x in (keys, values))
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=self.scale)
+        return out.permute(2, 0, 1, 3)
 
     def _merged(
         self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], alive: Sequence[Tensor | None]

@@ -53,9 +53,6 @@ def _te_parts() -> Parts:
             out = super().forward(q, k, v, None, AttnMaskType.causal)
             return out.view(*q.shape[:2], q.shape[2], -1)
 
-        def masked(self, *args: Any) -> Tensor:
-            return self._sdpa.masked(*args)
-
         def union(self, *args: Any) -> Tensor:
             return self._sdpa.union(*args)
 

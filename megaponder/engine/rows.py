@@ -66,9 +66,10 @@ class Rows:
         out.places, out._group, out._s = self.places * size, None, self._s * size
         return out
 
-    def visible(self, n: int) -> Tensor:
-        """True where the token at a place may read token j of the sequence: [b, places, n]."""
-        return torch.arange(n, device=self.index.device) <= self.index.t()[:, :, None]
+    @property
+    def all_of_them(self) -> bool:
+        """There is a place for every token: gathering would only cost."""
+        return self.places == self._s
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -82,29 +83,33 @@ def on_active(
 ) -> Tensor:
     """compute(x) at active tokens, 0 elsewhere, computed for them alone: x [s, b, H] -> [s, b, ...]."""
     rows = Rows(active, group)
+    if rows.all_of_them:
+        out = compute(x)
+        return torch.where(active.reshape(*active.shape, *([1] * (out.dim() - 2))), out, torch.zeros_like(out))
     out = compute(rows.take(x))
     return rows.put(out, out.new_zeros(rows._s, *out.shape[1:]))
 
 
 class Attending:
-    """What `Method.attend` calls (ponder.base.CoreAttention): attention of this pass's rows, gathered or not."""
+    """What `Method.attend` calls (ponder.base.CoreAttention): attention of this pass's rows, gathered or not.
+
+    Gathered queries are put back for the attention alone: a fused causal kernel over all rows is faster than any mask
+    over fewer, and what it wastes is a small part of a pass (measured in benchmarks/halting.py).
+    """
 
     def __init__(self, core: Any, rows: Rows | None, active: Tensor | None):
         self._core, self._rows, self._active = core, rows, active
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None = None) -> Tensor:
-        if self._rows is None:
-            out: Tensor = self._core(q, k, v, key_bias)
-            return out
-        assert key_bias is None, "methods with key bias do not skip tokens"
-        return self._core.masked(q, k, v, self._rows.visible(k.shape[0])[:, None])
+        out: Tensor = self._core(self.place(q), k, v, key_bias)
+        return out if self._rows is None else self._rows.take(out)
 
     def union(
         self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], alive: Sequence[Tensor | None]
     ) -> Tensor:
         """One softmax over several key sets."""
-        visible = None if self._rows is None else self._rows.visible(keys[0].shape[0])
-        return self._core.union(q, keys, values, alive, visible)
+        out: Tensor = self._core.union(self.place(q), keys, values, alive)
+        return out if self._rows is None else self._rows.take(out)
 
     def place(self, new: Tensor, old: Tensor | None = None) -> Tensor:
         """Rows of all tokens: `new` at active tokens, `old` (None: anything finite) at the others."""

@@ -180,6 +180,8 @@ class PonderStage(MegatronModule):
             mine = self.method.active(p, flow.riders)
             assert mine is not None
             own = Rows(mine, self.shard_group())
+            own = None if own.all_of_them else own
+        if own is not None:
             rows = own.whole()
             x = own.take(x)
             rotary = None if rotary is None else rotary[:, 0, 0][rows.index][:, :, None]

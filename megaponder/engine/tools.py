@@ -89,9 +89,9 @@ class StageExitTools:
     def target_probability(self, h_sbh: Tensor, active: Tensor) -> Tensor:
         """exp(-cross entropy) of each active token's target, anything elsewhere: [tokens of this rank, b]."""
         stage, labels = self._stage, self._batch.labels_bn.t().contiguous()
-        if not stage.skip_halted:
+        rows = Rows(active, stage.shard_group()) if stage.skip_halted else None
+        if rows is None or rows.all_of_them:
             return self.mine(torch.exp(-stage.cross_entropy(h_sbh.detach(), labels)))
-        rows = Rows(active, stage.shard_group())
         p = torch.exp(-stage.cross_entropy(rows.take(h_sbh.detach()), rows.whole().take(labels)))
         return rows.put(self.mine(p), torch.zeros(active.shape, device=p.device))
 

@@ -1,0 +1,77 @@
+"""Calibrate the exit threshold of a trained PonderLM on held-out text, after Confident Adaptive Language Modeling.
+
+    python benchmarks/calibrate.py runs/first --depth 3.1
+
+Evaluates the newest checkpoint of the run as `confident_ponderlm` on its validation split at thresholds found by
+bisection, until the mean depth is the one that is asked for, and prints threshold, depth and loss of every try.  The
+weights are those of `ponderlm`: nothing is trained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+warnings.simplefilter("ignore")
+
+from megaponder.engine import cpu  # noqa: E402
+
+cpu.install()
+
+from megaponder.checkpoint.weights import load_weights  # noqa: E402
+from megaponder.data.stream import build_streams  # noqa: E402
+from megaponder.export import names, reference  # noqa: E402
+from megaponder.training.evaluate import Evaluation, evaluate  # noqa: E402
+
+
+class _Never:
+    """No signal stops a calibration."""
+
+    def agreed(self) -> int:
+        return 0
+
+
+def measure(cfg: Any, state: Any, threshold: float, batches: int) -> Evaluation:
+    """Loss and depth on held-out text with this threshold."""
+    cfg = copy.deepcopy(cfg)
+    old = cfg.ponder.options
+    cfg.ponder.method = "confident_ponderlm"
+    cfg.ponder.options = {"steps": old.get("steps", 3), "topk": old.get("topk", 0), "threshold": threshold}
+    cfg.train.eval_batches, cfg.data.cache = batches, None
+    with reference.engine(cfg, state) as engine, nullcontext():
+        streams = build_streams(cfg, cfg.train.global_batch, batches * cfg.train.global_batch)
+        if streams.valid is None:
+            raise SystemExit("the run has no held-out text: its data.split has no validation part")
+        found = evaluate(cfg, engine, streams.valid, _Never())  # type: ignore[arg-type]
+    assert found is not None
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="run folder or checkpoint of method ponderlm")
+    parser.add_argument("--depth", type=float, required=True, help="mean number of passes to reach")
+    parser.add_argument("--batches", type=int, default=4, help="global batches of held-out text")
+    parser.add_argument("--tries", type=int, default=8, help="steps of the bisection")
+    args = parser.parse_args()
+    cfg, stored = load_weights(args.run)
+    if cfg.ponder.method != "ponderlm" or cfg.ponder.options.get("multiply_by_steps"):
+        raise SystemExit(
+            f"{args.run}: method {cfg.ponder.method}; calibration wants ponderlm without multiply_by_steps"
+        )
+    state, low, high = names.local_names(stored), 0.0, 1.0
+    for _ in range(args.tries):
+        threshold = (low + high) / 2
+        found = measure(cfg, state, threshold, args.batches)
+        depth = found.stats["mean_depth"]
+        print(f"threshold {threshold:.4f}: mean depth {depth:.3f}, validation loss {found.loss:.4f}", flush=True)
+        low, high = (low, threshold) if depth > args.depth else (threshold, high)
+    print(f"use ponder.method confident_ponderlm with ponder.options {{threshold: {(low + high) / 2:.4f}}}")
+
+
+if __name__ == "__main__":
+    main()

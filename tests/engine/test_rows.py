@@ -1,0 +1,26 @@
+"""Gathering active rows and putting them back."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaponder.engine.rows import SIZES, Rows, on_active
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 10**6), n=st.integers(1, 70), share=st.floats(0, 1))
+def test_rows_come_back_where_they_were(seed: int, n: int, share: float) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    active, x = torch.rand(n, 3, generator=draw) < share, torch.randn(n, 3, 4, generator=draw)
+    rows = Rows(active)
+    assert rows.places >= int(active.sum(0).max()) and rows.places <= n
+    assert rows.places % max(1, n // SIZES) == 0 or rows.all_of_them
+    old = torch.randn(n, 3, 4, generator=draw)
+    got = rows.put(2 * rows.take(x), old)
+    assert torch.equal(got, torch.where(active[..., None], 2 * x, old))
+    assert torch.equal(on_active(active, lambda r: r + 1, x, None), torch.where(active[..., None], x + 1, 0.0))
+    for b in range(3):  # active tokens come first and keep their order
+        there = active[:, b].nonzero()[:, 0]
+        assert torch.equal(rows.index[: len(there), b], there)
