@@ -4,8 +4,8 @@
 
 Key bias with a gradient (PonderLM-3): 8 more head channels and a plain causal kernel, against a full mask [n, n]
 that carries the bias.  Several key sets (adaptive CoT): one fused causal call per set merged by log-sum-exp, against
-one call under a mask [n, K n].  On a GPU in BF16 at the size of a 410M model, else in FP32 at a small size.  Every pair's outputs
-and gradients are compared.  Writes benchmarks/results/attention-<device>.{json,md}.
+one call under a mask [n, K n].  On a GPU in BF16 at the size of a 410M model, else in FP32 at a small size.  Every
+pair's outputs and gradients are compared.  Writes benchmarks/results/attention-<device>.{json,md}.
 """
 
 from __future__ import annotations
