@@ -4,7 +4,7 @@
 
 Pairs: the same model, text and weights, masked and gathered, in one process, alternating; forward and backward of one
 micro-batch.  The halting rate is set with the fixed-depth method, so that it is exact.  Writes
-benchmarks/results/halting.{json,md}.
+benchmarks/results/halting-<device>.{json,md}.
 """
 
 from __future__ import annotations
@@ -127,9 +127,10 @@ def main() -> None:
     rows = [measure(args, d) for d in DEPTHS]
     report = table(rows, args)
     print(report)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "halting.json").write_text(json.dumps(rows, indent=1) + "\n")
-    (RESULTS / "halting.md").write_text(report)
+    (RESULTS / f"halting-{device}.json").write_text(json.dumps(rows, indent=1) + "\n")
+    (RESULTS / f"halting-{device}.md").write_text(report)
 
 
 if __name__ == "__main__":
