@@ -44,9 +44,9 @@ def plot(curves: list[Curve], path: Path) -> None:
     by_tokens, by_compute = figure.subplots(1, 2, sharey=True)
     for curve in curves:
         by_tokens.plot([t / 1e3 for t in curve.tokens], curve.losses, marker="o", markersize=3, label=curve.name)
-        by_compute.plot(curve.petaflops, curve.losses, marker="o", markersize=3, label=curve.name)
+        by_compute.plot([1e3 * x for x in curve.petaflops], curve.losses, marker="o", markersize=3, label=curve.name)
     by_tokens.set(xlabel="training tokens (thousands)", ylabel="validation loss (nats per token)", title="Equal data")
-    by_compute.set(xlabel="training compute (PFLOP)", title="Equal compute")
+    by_compute.set(xlabel="training compute (TFLOP)", title="Equal compute")
     for axes in (by_tokens, by_compute):
         axes.grid(alpha=0.3)
         axes.legend()
