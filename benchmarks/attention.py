@@ -1,6 +1,6 @@
 """Forms of the attention that adaptive methods need, forward and backward, side by side in one process.
 
-    python benchmarks/attention.py
+    python -m benchmarks.attention
 
 Key bias with a gradient (PonderLM-3): 8 more head channels and a plain causal kernel, against a full mask [n, n]
 that carries the bias.  Several key sets (adaptive CoT): one fused causal call per set merged by log-sum-exp, against
@@ -10,11 +10,8 @@ pair's outputs and gradients are compared.  Writes benchmarks/results/attention-
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.report import origin
 from megaponder.backbone import attention
 
 RESULTS = Path(__file__).parent / "results"
@@ -100,12 +98,10 @@ def main() -> None:
         }
         results[f"{sets} key sets"] = timed(forms, [q, *rest])
 
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    where = torch.cuda.get_device_name() if GPU else f"CPU, {len(os.sched_getaffinity(0))} cores"
     lines = [
         "# Attention of the adaptive methods\n",
-        f"{datetime.date.today()}, commit {commit}, {where}, torch {torch.__version__}, {str(DTYPE)[6:]}, {BATCH} x "
-        f"{TOKENS} tokens, {HEADS} heads of {SIZE}; forward and backward, median of 20.\n",
+        f"{origin()}, {str(DTYPE)[6:]}, {BATCH} x {TOKENS} tokens, {HEADS} heads of {SIZE}; forward and backward, "
+        "median of 20.\n",
         "| case | form | ms | faster by | largest difference |",
         "|---|---|---|---|---|",
     ]

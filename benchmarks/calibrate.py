@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import copy
 import warnings
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ def measure(cfg: Any, state: Any, threshold: float, batches: int) -> Evaluation:
     cfg.ponder.method = "confident_ponderlm"
     cfg.ponder.options = {"steps": old.get("steps", 3), "topk": old.get("topk", 0), "threshold": threshold}
     cfg.train.eval_batches, cfg.data.cache = batches, None
-    with reference.engine(cfg, state) as engine, nullcontext():
+    with reference.engine(cfg, state) as engine:
         streams = build_streams(cfg, cfg.train.global_batch, batches * cfg.train.global_batch)
         if streams.valid is None:
             raise SystemExit("the run has no held-out text: its data.split has no validation part")

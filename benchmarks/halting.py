@@ -1,6 +1,6 @@
 """Time and FLOPs that leaving halted tokens out saves in a training step, at several halting rates, on this machine.
 
-    python benchmarks/halting.py
+    python -m benchmarks.halting
 
 Pairs: the same model, text and weights, masked and gathered, in one process, alternating; forward and backward of one
 micro-batch.  The halting rate is set with the fixed-depth method, so that it is exact.  Writes
@@ -10,12 +10,8 @@ benchmarks/results/halting-<device>.{json,md}.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import statistics
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +22,7 @@ cpu.install()
 
 import torch  # noqa: E402
 
+from benchmarks.report import origin  # noqa: E402
 from megaponder.config.resolve import resolve  # noqa: E402
 from megaponder.config.schema import ModelConfig, RunConfig  # noqa: E402
 from megaponder.data.batch import MicroBatch  # noqa: E402
@@ -93,12 +90,9 @@ def measure(args: argparse.Namespace, mean_depth: float) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
     """The Markdown report."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    where = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
     lines = [
         "# Halted tokens left out of a training step\n",
-        f"{datetime.date.today()}, commit {commit}, {where}, {len(os.sched_getaffinity(0))} cores, torch "
-        f"{torch.__version__}, FP32: {args.layers} layers x {args.hidden}, vocabulary {args.vocab}, {args.batch} x "
+        f"{origin()}, FP32: {args.layers} layers x {args.hidden}, vocabulary {args.vocab}, {args.batch} x "
         f"{args.length} tokens, four passes, median of {args.rounds} alternating steps (forward and backward).\n",
         "| mean depth of 4 | halted | FLOPs saved | time saved | time / FLOPs saved | masked s | gathered s |",
         "|---|---|---|---|---|---|---|",

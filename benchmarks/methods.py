@@ -1,6 +1,6 @@
 """Every method on the same text and seed, small enough for two CPU cores: loss, depth, FLOPs, depth against NLL.
 
-    python benchmarks/methods.py --data demo-run/data/code demo-run/data/docs --steps 150
+    python -m benchmarks.methods --data demo-run/data/code demo-run/data/docs --steps 150
 
 Trains a small model with each method through `megaponder train` in one process, one after the other, and writes
 benchmarks/results/methods.{json,md,png}.  Depth and correlation come from the evaluation of the last step.
@@ -9,16 +9,16 @@ benchmarks/results/methods.{json,md,png}.  Depth and correlation come from the e
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib.util
 import json
-import platform
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from benchmarks.report import origin
 
 RESULTS = Path(__file__).parent / "results"
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -88,12 +88,10 @@ def run(name: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 def table(results: list[dict[str, Any]], args: argparse.Namespace) -> str:
     """The Markdown report."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    cores = len(__import__("os").sched_getaffinity(0))
     lines = [
         "# Every method on the same text and seed\n",
-        f"{datetime.date.today()}, commit {commit}, CPU ({platform.machine()}, {cores} cores), FP32, model and data of "
-        f"`configs/demo.yaml`, {args.steps} steps. Command: `python benchmarks/methods.py --steps {args.steps}`.\n",
+        f"{origin()}, FP32, model and data of "
+        f"`configs/demo.yaml`, {args.steps} steps. Command: `python -m benchmarks.methods --steps {args.steps}`.\n",
         "| method | validation loss | mean depth | needed MFLOPs a token (forward) | depth and NLL, correlation |",
         "|---|---|---|---|---|",
     ]

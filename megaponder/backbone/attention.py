@@ -43,23 +43,31 @@ EXTRA = 8
 """Head channels that carry a key bias; fused kernels want head sizes that are multiples of 8."""
 
 
-def augment(q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """q' k'^T scale = q k^T scale + bias of the key, by 8 more head channels; v gets 8 channels of zeros.
+def _bias_channels(dtype: torch.dtype) -> int:
+    """Channels whose sum holds an FP32 bias exactly."""
+    return 1 if dtype in (torch.float32, torch.float64) else 3
+
+
+def widen_query(q: Tensor) -> Tensor:
+    """q with 8 more head channels, by which the keys of `widen_key` add their bias to the logits."""
+    channels = _bias_channels(q.dtype)
+    ones = torch.cat([q.new_ones(channels), q.new_zeros(EXTRA - channels)]).expand(*q.shape[:3], -1)
+    return torch.cat([q, ones], -1)
+
+
+def widen_key(k: Tensor, v: Tensor, key_bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """k and v with 8 more head channels: q' k'^T scale = q k^T scale + bias of the key; those of v are zeros.
 
     A fused causal kernel then needs no bias and gives the bias its gradient.  In BF16 the bias is three BF16 values
     whose sum is exact (a log-weight near -9 would otherwise be off by 0.03); only the largest carries the gradient.
     """
-    wanted = key_bias.float() / scale
-    first = wanted.to(k.dtype)
-    channels = [first]
-    if k.dtype not in (torch.float32, torch.float64):
-        rest = (wanted - first.float()).detach()
-        second = rest.to(k.dtype)
-        channels += [second, (rest - second.float()).to(k.dtype)]
+    rest, channels = key_bias.float() / scale, []
+    for _ in range(_bias_channels(k.dtype)):
+        channels.append(rest.to(k.dtype))
+        rest = (rest - channels[-1].float()).detach()
     zeros = k.new_zeros(*key_bias.shape, EXTRA - len(channels))
     extra = torch.cat([torch.stack(channels, dim=-1), zeros], dim=-1)[:, :, None].expand(-1, -1, k.shape[2], -1)
-    ones = torch.cat([q.new_ones(len(channels)), q.new_zeros(EXTRA - len(channels))]).expand(*q.shape[:3], -1)
-    return torch.cat([q, ones], -1), torch.cat([k, extra], -1), F.pad(v, (0, EXTRA))
+    return torch.cat([k, extra], -1), F.pad(v, (0, EXTRA))
 
 
 class SdpaCore(nn.Module):
@@ -72,7 +80,7 @@ class SdpaCore(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None = None) -> Tensor:
         if key_bias is not None:
             d, scale = q.shape[-1], self.scale or q.shape[-1] ** -0.5
-            return self._attend(*augment(q, k, v, key_bias, scale), scale)[..., :d]
+            return self._attend(widen_query(q), *widen_key(k, v, key_bias, scale), scale)[..., :d]
         return self._attend(q, k, v, self.scale)
 
     def union(
@@ -108,9 +116,8 @@ class SdpaCore(nn.Module):
             bias = torch.zeros(k.shape[:2], device=q.device)
             if exists is not None:
                 bias = bias.masked_fill(~exists, GONE)
-            wide_q, *pair = augment(q, k, v, bias, scale)
-            ready.append([self._all_heads(q, x).permute(1, 2, 0, 3) for x in pair])
-        out = merged_causal(wide_q.permute(1, 2, 0, 3), [k for k, _ in ready], [v for _, v in ready], scale)
+            ready.append([self._all_heads(q, x).permute(1, 2, 0, 3) for x in widen_key(k, v, bias, scale)])
+        out = merged_causal(widen_query(q).permute(1, 2, 0, 3), [k for k, _ in ready], [v for _, v in ready], scale)
         return out.permute(2, 0, 1, 3)[..., :d]
 
     @staticmethod

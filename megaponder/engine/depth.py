@@ -17,14 +17,13 @@ COLLAPSED = 0.98
 """Share of tokens at one depth from which on the gates count as collapsed."""
 
 
-def names(depth: int, gates: int) -> list[str]:
+MOMENTS = ("depth", "depth_sq", "nll_sq", "depth_nll")
+
+
+def names(deepest: int) -> list[str]:
     """Sums that a method with halting adds: depth moments, share of tokens at each depth, gate histograms."""
-    moments = ["depth", "depth_sq", "nll_sq", "depth_nll"]
-    return [*moments, *(f"at{k}" for k in range(1, depth + 1)), *_gate_names(gates)]
-
-
-def _gate_names(gates: int) -> list[str]:
-    return [f"gate{i}/{b}" for i in range(gates) for b in range(BINS)]
+    at = [f"at{k}" for k in range(1, deepest + 1)]
+    return [*MOMENTS, *at, *(f"gate{i}/{b}" for i in range(deepest - 1) for b in range(BINS))]
 
 
 @torch.no_grad()
@@ -57,7 +56,7 @@ def metrics(means: Mapping[str, float], loss: float) -> dict[str, float]:
     gate{k}_bin{j}, the share of gate values between j/10 and (j+1)/10; jacobi_rmse{j}, how far refinement j moved the
     latents.
     """
-    out = {name: value for name, value in means.items() if name not in _raw(means)}
+    out = {k: v for k, v in means.items() if k not in MOMENTS and not k.startswith(("at", "jacobi")) and "/" not in k}
     out |= {f"jacobi_rmse{k[6:]}": math.sqrt(max(0.0, v)) for k, v in means.items() if k.startswith("jacobi")}
     at = [means[name] for name in sorted((k for k in means if k.startswith("at")), key=lambda k: int(k[2:]))]
     if not at:
@@ -80,11 +79,6 @@ def metrics(means: Mapping[str, float], loss: float) -> dict[str, float]:
             out |= {f"gate{gate}_bin{b}": c / total for b, c in enumerate(counts)}
         gate += 1
     return out
-
-
-def _raw(means: Mapping[str, float]) -> set[str]:
-    sums = {"depth", "depth_sq", "nll_sq", "depth_nll"}
-    return sums | {k for k in means if k.startswith(("at", "jacobi")) or "/" in k}
 
 
 def active_shares(metrics: Mapping[str, float]) -> list[float]:

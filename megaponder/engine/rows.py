@@ -9,7 +9,7 @@ Shapes: n tokens of the sequence, s of them on this rank, c places on this rank,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,11 @@ SIZES = 16
 def _along(index: Tensor, x: Tensor) -> Tensor:
     """An index [c, b] in the shape that gather and scatter want for x [s, b, ...]."""
     return index.reshape(*index.shape, *([1] * (x.dim() - 2))).expand(*index.shape, *x.shape[2:])
+
+
+def only(active: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """`new` at active tokens, `old` elsewhere; active [s, b], new and old [s, b, ...]."""
+    return torch.where(active.reshape(*active.shape, *([1] * (new.dim() - 2))), new, old)
 
 
 class Rows:
@@ -49,9 +54,12 @@ class Rows:
 
     def put(self, new: Tensor, old: Tensor) -> Tensor:
         """`old` [s, b, ...] with the active tokens' rows from `new` [c, b, ...]."""
-        keep = self.active.reshape(*self.active.shape, *([1] * (new.dim() - 2)))
         index = _along(self.index, new)
-        return old.scatter(0, index, torch.where(keep, new, old.gather(0, index)))
+        return old.scatter(0, index, only(self.active, new, old.gather(0, index)))
+
+    def alone(self, new: Tensor) -> Tensor:
+        """The active tokens' rows from `new` [c, b, ...] among rows of zeros: [s, b, ...]."""
+        return self.put(new, new.new_zeros(self._s, *new.shape[1:]))
 
     def whole(self) -> Rows:
         """The places of all ranks of the group, as places in the whole sequence."""
@@ -78,18 +86,6 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.cat(parts)
 
 
-def on_active(
-    active: Tensor, compute: Callable[[Tensor], Tensor], x: Tensor, group: dist.ProcessGroup | None
-) -> Tensor:
-    """compute(x) at active tokens, 0 elsewhere, computed for them alone: x [s, b, H] -> [s, b, ...]."""
-    rows = Rows(active, group)
-    if rows.all_of_them:
-        out = compute(x)
-        return torch.where(active.reshape(*active.shape, *([1] * (out.dim() - 2))), out, torch.zeros_like(out))
-    out = compute(rows.take(x))
-    return rows.put(out, out.new_zeros(rows._s, *out.shape[1:]))
-
-
 class Attending:
     """What `Method.attend` calls (ponder.base.CoreAttention): attention of this pass's rows, gathered or not.
 
@@ -114,7 +110,5 @@ class Attending:
     def place(self, new: Tensor, old: Tensor | None = None) -> Tensor:
         """Rows of all tokens: `new` at active tokens, `old` (None: anything finite) at the others."""
         if self._rows is not None:
-            return self._rows.put(new, new.new_zeros(self._rows._s, *new.shape[1:]) if old is None else old)
-        if old is None or self._active is None:
-            return new
-        return torch.where(self._active.reshape(*self._active.shape, 1, 1), new, old)
+            return self._rows.alone(new) if old is None else self._rows.put(new, old)
+        return new if old is None or self._active is None else only(self._active, new, old)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -166,28 +165,27 @@ class PonderStage(MegatronModule):
         angles = self.rotary(rows // p.slots)
         return angles if p.slots == 1 else angles.repeat_interleave(p.slots, dim=0)
 
-    def shard_group(self) -> dist.ProcessGroup | None:
-        """The group over which a sequence's tokens are sharded, if they are."""
-        return self.groups.tp if self.config.sequence_parallel else None
+    def gathered(self, active: Tensor | None) -> Rows | None:
+        """Places of this rank's active tokens [s, b]; None where all rows run: nobody halts, or halting only masks."""
+        if active is None or not self.skip_halted:
+            return None
+        rows = Rows(active, self.groups.tp if self.config.sequence_parallel else None)
+        return None if rows.all_of_them else rows
 
     def _layers(self, p: Pass, flow: Flow, kept: Sequence[Kept]) -> tuple[Tensor, list[Kept]]:
         x, out = flow.rows, []
         riders = self._riders_in_attention(flow.riders)
         whole = x.shape[0] * (self.groups.tp_size if self.config.sequence_parallel else 1)
         rotary = self._rotary(p, whole)
-        active, own, rows = self.method.active(p, riders), None, None
-        if active is not None and self.skip_halted:
-            mine = self.method.active(p, flow.riders)
-            assert mine is not None
-            own = Rows(mine, self.shard_group())
-            own = None if own.all_of_them else own
+        active, rows = self.method.active(p, riders), None
+        own = self.gathered(self.method.active(p, flow.riders))
         if own is not None:
             rows = own.whole()
             x = own.take(x)
             rotary = None if rotary is None else rotary[:, 0, 0][rows.index][:, :, None]
-        final = len(self.decoder.layers) - 1 if self.groups.is_last_stage and p.reads is not None else -1
         for i, layer in enumerate(self.decoder.layers):
-            reads = (p.slots, p.reads) if i == final and p.reads is not None else None
+            final = self.groups.is_last_stage and i == len(self.decoder.layers) - 1
+            reads = (p.slots, p.reads) if final and p.reads is not None else None
 
             def run(
                 x: Tensor,

@@ -150,7 +150,7 @@ class Engine:
         method = self.stage.method
         names = ["loss", "aux", *method.stat_names(run.passes)]
         if method.halts:
-            names += depth.names(method.max_depth(), method.max_depth() - 1)
+            names += depth.names(method.max_depth())
         total = torch.zeros(len(names), dtype=torch.float64, device=self.groups.device)
         for sums in run.sums:
             total += torch.stack([sums[k].double() if k in sums else total.new_zeros(()) for k in names])
@@ -169,11 +169,16 @@ class Engine:
     @torch.no_grad()
     def logits(self, ids_bn: Tensor) -> Tensor:
         """FP32 logits [b, n, vocab_size] of a one-process model."""
-        assert self.groups.world_size == 1, "whole logits exist in a one-process model only"
-        ids_bn = ids_bn.to(self.groups.device)
-        batch = MicroBatch(ids_bn, torch.zeros_like(ids_bn), torch.ones(ids_bn.shape, device=ids_bn.device))
+        out = self.readout(MicroBatch(ids_bn, torch.zeros_like(ids_bn), torch.ones(ids_bn.shape)))
+        return self.stage.local_logits(out.hidden)[..., : self.stage.vocab_size].transpose(0, 1)
+
+    @torch.no_grad()
+    def readout(self, batch: MicroBatch) -> Readout:
+        """What the last pass of a one-process model hands to the head, in evaluation."""
+        assert self.groups.world_size == 1, "a whole readout exists in a one-process model only"
+        batch = _on_device(batch, self.groups.device)
         state, out = PassState(), None
         for p in self.passes(None):
             out = self.stage.run_pass(p, batch, out, state, None)  # type: ignore[arg-type]
         assert isinstance(out, Readout)
-        return self.stage.local_logits(out.hidden)[..., : self.stage.vocab_size].transpose(0, 1)
+        return out

@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 
 from megaponder.engine.mixture import vocabulary_mixture
-from megaponder.engine.rows import Rows, on_active
+from megaponder.engine.rows import only
 
 if TYPE_CHECKING:
     from megaponder.data.batch import MicroBatch
@@ -80,20 +80,21 @@ class StageExitTools:
 
     def on(self, active: Tensor, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """compute(x) at active tokens, 0 at the others; with skip_halted the others are left out of the work."""
-        if self._stage.skip_halted:
-            return on_active(active, compute, x, self._stage.shard_group())
+        rows = self._stage.gathered(active)
+        if rows is not None:
+            return rows.alone(compute(rows.take(x)))
         out = compute(x)
-        return torch.where(active.reshape(*active.shape, *([1] * (out.dim() - 2))), out, torch.zeros_like(out))
+        return only(active, out, torch.zeros_like(out))
 
     @torch.no_grad()
     def target_probability(self, h_sbh: Tensor, active: Tensor) -> Tensor:
         """exp(-cross entropy) of each active token's target, anything elsewhere: [tokens of this rank, b]."""
         stage, labels = self._stage, self._batch.labels_bn.t().contiguous()
-        rows = Rows(active, stage.shard_group()) if stage.skip_halted else None
-        if rows is None or rows.all_of_them:
+        rows = stage.gathered(active)
+        if rows is None:
             return self.mine(torch.exp(-stage.cross_entropy(h_sbh.detach(), labels)))
         p = torch.exp(-stage.cross_entropy(rows.take(h_sbh.detach()), rows.whole().take(labels)))
-        return rows.put(self.mine(p), torch.zeros(active.shape, device=p.device))
+        return rows.alone(self.mine(p))
 
     @torch.no_grad()
     def confidence(self, h_sbh: Tensor) -> Tensor:

@@ -48,10 +48,8 @@ def read_depths(checkpoint: str | Path, text: str, tokenizer: str | None = None)
     """
     from megaponder.checkpoint.weights import load_weights
     from megaponder.data.batch import MicroBatch
-    from megaponder.engine.stash import PassState
     from megaponder.export import names, reference
     from megaponder.export.tokenizer import NONE, find
-    from megaponder.ponder.base import Readout
     from megaponder.ponder.settings import method_of
 
     cfg, state = load_weights(checkpoint)
@@ -68,11 +66,9 @@ def read_depths(checkpoint: str | Path, text: str, tokenizer: str | None = None)
     row = torch.tensor([ids])
     batch = MicroBatch(row, row.roll(-1, dims=1), torch.ones(row.shape))
     with reference.engine(cfg, names.local_names(state)) as engine, torch.no_grad():
-        stage, passes, out = engine.stage, PassState(), None
-        for p in engine.passes(None):
-            out = stage.run_pass(p, batch, out, passes, None)  # type: ignore[arg-type]
-        assert isinstance(out, Readout) and out.depth is not None
-        losses = stage.token_losses(out.hidden, batch)[:, 0].tolist()
+        out = engine.readout(batch)
+        assert out.depth is not None
+        losses = engine.stage.token_losses(out.hidden, batch)[:, 0].tolist()
         depths = [int(d) for d in out.depth[:, 0].tolist()]
     nll = [*losses[:-1], None]
     return Depths(

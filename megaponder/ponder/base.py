@@ -173,7 +173,8 @@ class Method:
     halts: bool = False
     """Tokens run a number of passes of their own: `readout` gives `Readout.depth`."""
     skips: bool = False
-    """A halted token needs no computation in training either: needed FLOPs count the active share of each pass."""
+    """A halted token needs no computation in training either: needed FLOPs count the active share of each pass.  The
+    first rider is then the mask: 1.0 where a token takes part in the pass."""
     stats: tuple[str, ...] = ()
     """Names that `readout` fills in `Readout.stats`, the same on all ranks (see `stat_names`)."""
 
@@ -214,8 +215,8 @@ class Method:
         return Flow(tools.embed(ids_bn))
 
     def active(self, p: Pass, riders: Tensor | None) -> Tensor | None:
-        """Tokens that take part in pass p, bool [s, b], from the riders; None: all.  Methods with `skips` answer."""
-        return None
+        """Tokens that take part in pass p, bool [s, b], from the riders; None: all."""
+        return None if not self.skips or p.index == 0 or riders is None else riders[..., 0] > 0.5
 
     def attend(
         self,

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaponder.engine.rows import SIZES, Rows, on_active
+from megaponder.engine.rows import SIZES, Rows
 
 
 @settings(deadline=None, max_examples=60)
@@ -20,7 +20,7 @@ def test_rows_come_back_where_they_were(seed: int, n: int, share: float) -> None
     old = torch.randn(n, 3, 4, generator=draw)
     got = rows.put(2 * rows.take(x), old)
     assert torch.equal(got, torch.where(active[..., None], 2 * x, old))
-    assert torch.equal(on_active(active, lambda r: r + 1, x, None), torch.where(active[..., None], x + 1, 0.0))
+    assert torch.equal(rows.alone(rows.take(x) + 1), torch.where(active[..., None], x + 1, 0.0))
     for b in range(3):  # active tokens come first and keep their order
         there = active[:, b].nonzero()[:, 0]
         assert torch.equal(rows.index[: len(there), b], there)

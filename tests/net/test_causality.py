@@ -17,21 +17,16 @@ cpu.install()
 from megaponder.data.batch import MicroBatch  # noqa: E402
 from megaponder.engine import groups  # noqa: E402
 from megaponder.engine.build import build_engine  # noqa: E402
-from megaponder.engine.stash import PassState  # noqa: E402
-from megaponder.ponder.base import Readout  # noqa: E402
 from megaponder.ponder.settings import method_of  # noqa: E402
 
 HALTING = [name for name, case in CASES.items() if case.method.startswith(("ada", "ponderlm3", "confident", "pruned"))]
 LATENT = ["ponderlm2-llama-gqa"]
 
 
-def _forward(stage: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    batch, state, out = MicroBatch(ids, ids.roll(-1, 1), torch.ones(ids.shape)), PassState(), None
+def _forward(engine: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    out = engine.readout(MicroBatch(ids, ids.roll(-1, 1), torch.ones(ids.shape)))
     with torch.no_grad():
-        for p in stage.method.passes(0, None):
-            out = stage.run_pass(p, batch, out, state, None)
-        assert isinstance(out, Readout)
-        return stage.local_logits(out.hidden)[..., :VOCAB], out.depth
+        return engine.stage.local_logits(out.hidden)[..., :VOCAB], out.depth
 
 
 @pytest.mark.parametrize("name", [n for n in [*HALTING, *LATENT] if "deep" not in n])
@@ -46,13 +41,13 @@ def test_the_future_changes_nothing(name: str) -> None:
         cfg.train.seed, cfg.data.sequence_length, cfg.model.max_positions = seed, length, 40
         if "threshold" in cfg.ponder.options:
             cfg.ponder.options["threshold"] = threshold
-        stage = build_engine(cfg, method_of(cfg), groups.init(cfg)).stage
-        disturb(stage.named_parameters())
+        engine = build_engine(cfg, method_of(cfg), groups.init(cfg))
+        disturb(engine.stage.named_parameters())
         ids = torch.randint(0, VOCAB, (1, length), generator=torch.Generator().manual_seed(seed))
         cut = data.draw(st.integers(0, length - 1))
         other = ids.clone()
         other[:, cut + 1 :] = (other[:, cut + 1 :] + 1) % VOCAB
-        (logits, depth), (logits2, depth2) = _forward(stage, ids), _forward(stage, other)
+        (logits, depth), (logits2, depth2) = _forward(engine, ids), _forward(engine, other)
         assert (logits[: cut + 1] - logits2[: cut + 1]).abs().max() < 1e-4 * logits.abs().max()
         if depth is not None:
             assert torch.equal(depth[: cut + 1], depth2[: cut + 1])

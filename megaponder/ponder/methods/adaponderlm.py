@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from megaponder.errors import ConfigError
-from megaponder.ponder.base import ExitTools, Pass, depth_scaled, register
-from megaponder.ponder.halting import AlignedHalting, at_least, fraction, linear32, ordered, ramp, smallest
+from megaponder.ponder.base import ExitTools, Pass, register
+from megaponder.ponder.halting import at_least, fraction, linear32, ordered, ramp, smallest
+from megaponder.ponder.methods.aligned import AlignedHalting
 
 CLAMP = -12.0
 """Gate logits below this (s about 6e-6, far under any threshold) are not pushed further down."""
@@ -67,9 +68,6 @@ class AdaPonderLM(AlignedHalting):
                 raise ConfigError(
                     "ponder.options.cost_on", self.cost_on, "it must be logit or probability", "use logit"
                 )
-
-    def initialisation(self) -> tuple[str, float]:
-        return depth_scaled(self.shape, self.options.steps + 1 if self.shape.family == "pythia" else 1)
 
     def exit_modules(self) -> dict[str, nn.Module]:
         h, inner = self.shape.hidden_size, self.options.gate_width * self.shape.hidden_size

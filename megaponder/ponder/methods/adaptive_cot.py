@@ -88,9 +88,6 @@ class AdaptiveCot(Method):
         rows = tools.embed(ids_bn)
         return Flow(rows, torch.ones(*rows.shape[:2], 1, device=rows.device))
 
-    def active(self, p: Pass, riders: Tensor | None) -> Tensor | None:
-        return None if p.index == 0 or riders is None else riders[..., 0] > 0.5
-
     def attend(
         self,
         p: Pass,

@@ -14,15 +14,9 @@ import torch
 from torch import Tensor
 
 from megaponder.errors import ConfigError
-from megaponder.ponder.base import ExitTools, Pass, depth_scaled, register
-from megaponder.ponder.halting import AlignedHalting, at_least, fraction
-
-
-class _UngatedPonderLM(AlignedHalting):
-    """PonderLM's mixture at full weight; only `decide` differs."""
-
-    def initialisation(self) -> tuple[str, float]:
-        return depth_scaled(self.shape, self.options.steps + 1 if self.shape.family == "pythia" else 1)
+from megaponder.ponder.base import ExitTools, Pass, register
+from megaponder.ponder.halting import at_least, fraction
+from megaponder.ponder.methods.aligned import AlignedHalting
 
 
 def spread(positions: Tensor, seed: int) -> Tensor:
@@ -48,7 +42,7 @@ def fixed_depth(positions: Tensor, mean: float, by: str, seed: int) -> Tensor:
 
 
 @register
-class PrunedPonderLM(_UngatedPonderLM):
+class PrunedPonderLM(AlignedHalting):
     """Fixed pruning."""
 
     name = "pruned_ponderlm"
@@ -85,7 +79,7 @@ class PrunedPonderLM(_UngatedPonderLM):
 
 
 @register
-class ConfidentPonderLM(_UngatedPonderLM):
+class ConfidentPonderLM(AlignedHalting):
     """Early exit by confidence."""
 
     name = "confident_ponderlm"

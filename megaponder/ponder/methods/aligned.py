@@ -1,0 +1,90 @@
+"""Aligned halting: PonderLM passes from which tokens drop out; the base of AdaPonderLM and of the baselines.
+
+A halted token keeps its last state for the readout, its embedding stays as it is, and every layer reuses the keys and
+values of the pass in which it halted (AdaPonderLM, arXiv 2603.01914).  So a halted token needs no computation at all,
+and masking it in training, gathering it away, and aliasing its cache in decoding are the same numbers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megaponder.ponder.base import CoreAttention, EntryTools, ExitTools, Flow, Pass, Readout
+from megaponder.ponder.methods.ponderlm import PonderLM
+
+
+class AlignedHalting(PonderLM):
+    """PonderLM passes from which tokens drop out; subclasses say when, by `decide`."""
+
+    rider_channels = 1  # 1.0: the token takes part in this pass
+    keeps_kv = True
+    halts = True
+    skips = True
+
+    def decide(
+        self, p: Pass, state: Tensor, active: Tensor, carry: dict[str, Tensor], tools: ExitTools
+    ) -> tuple[Tensor | None, Tensor]:
+        """(weight of the mixture that is fed back [n, b], or None for 1; tokens that go on [n, b] bool)."""
+        raise NotImplementedError(f"{self.name} must say which tokens go on")
+
+    def cost(self, carry: dict[str, Tensor], tools: ExitTools) -> Tensor | None:
+        """Auxiliary loss: a sum over this rank's valid tokens."""
+        return None
+
+    def gate_values(self, carry: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """What `Readout.gates` shows."""
+        return []
+
+    def enter(
+        self, p: Pass, ids_bn: Tensor, feedback: Flow | None, carry: dict[str, Tensor], tools: EntryTools
+    ) -> Flow:
+        if feedback is None:
+            rows = tools.embed(ids_bn)
+            riders = torch.ones(*rows.shape[:2], 1, device=rows.device)
+        else:
+            assert feedback.riders is not None
+            rows, riders = carry["embedding"] + feedback.rows, feedback.riders
+        carry["embedding"] = rows
+        return Flow(rows, riders)
+
+    def attend(
+        self,
+        p: Pass,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        riders: Tensor | None,
+        kept: tuple[Tensor, ...],
+        core: CoreAttention,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        if kept:
+            k, v = core.place(k, kept[0]), core.place(v, kept[1])
+        return core(q, k, v), (k, v)
+
+    def leave(self, p: Pass, rows: Tensor, riders: Tensor | None, carry: dict[str, Tensor], tools: ExitTools) -> Flow:
+        assert riders is not None
+        active = riders[..., 0] > 0.5
+        state = self._carried(p, rows, active, carry, tools)
+        weight, go_on = self.decide(p, state, active, carry, tools)
+        go_on = go_on & active
+        carry["depth"] = carry["depth"] + go_on.float() if p.index else 1.0 + go_on.float()
+        mixed = tools.on(go_on, lambda h: tools.mixture(h, self.options.topk), state)
+        if weight is not None:
+            mixed = mixed * weight.to(mixed.dtype)[..., None]
+        return Flow(mixed, go_on.float()[..., None])
+
+    def _carried(self, p: Pass, rows: Tensor, active: Tensor, carry: dict[str, Tensor], tools: ExitTools) -> Tensor:
+        """The last state of each token that was computed while it was active."""
+        state = tools.norm(rows)
+        if p.index:
+            state = torch.where(active[..., None], state, carry["state"])
+        carry["state"] = state
+        return state
+
+    def readout(
+        self, p: Pass, rows: Tensor, riders: Tensor | None, carry: dict[str, Tensor], tools: ExitTools
+    ) -> Readout:
+        assert riders is not None
+        state = self._carried(p, rows, riders[..., 0] > 0.5, carry, tools)
+        return Readout(state, self.cost(carry, tools), depth=carry["depth"], gates=self.gate_values(carry))
