@@ -95,7 +95,7 @@ class Workers:
                 time.sleep(0.5)
                 self.kill()
                 raise AssertionError(f"{self.target}: exit codes {codes} at the time limit\n{self.output()}")
-            time.sleep(0.05)
+            time.sleep(0.2)
 
     def wait(self, timeout: float = 900) -> list[Any]:
         """Return values in rank order; AssertionError with all output if a worker failed."""

@@ -65,11 +65,7 @@ def install() -> bool:
         return True
     # installed for GPUs but of no use here: megatron-core would call its CUDA kernels
     sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]
-    # torch._dynamo lists the functions of torch.cuda by identity when it is imported, so it must see the real ones,
-    # and megatron-core decorates small kernels with torch.compile at import, which CPU users should not wait for.
-    from torch import _dynamo
-
-    _dynamo.config.disable = True
+    _import_uncompiled()
     cpu = torch.device("cpu")
     replacements = {
         "current_device": lambda: cpu,
@@ -92,9 +88,7 @@ def install() -> bool:
     _active = _CpuForCuda()
     _active.__enter__()
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # megatron-core lists the GPU libraries that it does not find
-        from megatron.core.tensor_parallel import random
+    from megatron.core.tensor_parallel import random
 
     _share_groups()
     _exact_norms()
@@ -103,6 +97,28 @@ def install() -> bool:
     # its tracker warns when "CUDA" draws move the CPU generator; here they are the same generator
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
     return True
+
+
+def _import_uncompiled() -> None:
+    """Import megatron-core without the compiler that it decorates small kernels with.
+
+    On a CPU users would wait for TorchDynamo and Inductor twice: half of the import's time, then each kernel's C++.
+    """
+    if "torch._dynamo" in sys.modules:  # somebody imported it already: megatron-core's kernels shall not use it
+        torch._dynamo.config.disable = True
+    compiler, torch.compile = torch.compile, _as_it_is  # type: ignore[assignment]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # megatron-core lists the GPU libraries that it does not find
+            from megatron.core import jit
+    finally:
+        torch.compile = compiler  # type: ignore[assignment]
+    jit.disable_jit_fuser()  # for its modules that are imported later
+
+
+def _as_it_is(function: Any = None, **options: Any) -> Any:
+    """A torch.compile that does nothing, as a decorator with and without options."""
+    return function if function is not None else lambda f: f
 
 
 def _exact_norms() -> None:

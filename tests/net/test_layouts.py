@@ -56,10 +56,10 @@ def test_layout_changes_nothing(results: Any, case: str, layout: str) -> None:
 
 
 def test_every_gradient_is_alive(results: Any) -> None:
-    """A gradient that is zero everywhere would make the comparison above empty."""
+    """A gradient of zero would make the comparison above empty, one near zero would compare sums that cancel."""
     for case in CASES:
         for key, value in assemble(results[REFERENCE][case], CASES[case].family == "llama").items():
-            assert np.abs(value).max() > 1e-7, (case, key)
+            assert np.abs(value).max() > 1e-3, (case, key)
 
 
 def test_statistics_and_auxiliary_loss_are_alive(results: Any) -> None:
