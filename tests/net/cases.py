@@ -61,7 +61,10 @@ CASES = {
         "llama", "adaptive_cot", {"threshold": 0.3, "cost_weight": 1.0, "cost_power": 0.7}, {"num_kv_heads": 2}
     ),
     "adaptive-cot-pythia-deep": Case(
-        "pythia", "adaptive_cot", {"steps": 2, "threshold": 0.4, "cost_weight": 1.0, "cost_power": 0.3}, {"num_layers": 6}
+        "pythia",
+        "adaptive_cot",
+        {"steps": 2, "threshold": 0.4, "cost_weight": 1.0, "cost_power": 0.3},
+        {"num_layers": 6},
     ),
     "ponderlm2-drawn-pythia": Case("pythia", "ponderlm2", {"jacobi_from": 0, "jacobi_to": 2}, steps=4),
     "adaponderlm-skip": Case("pythia", "adaponderlm", {"threshold": 0.5, "steps": 2}, {"num_layers": 6}, skip=True),
