@@ -156,14 +156,7 @@ class Zygote:
 
 def _serve() -> None:
     """The zygote: answer questions from standard input until it ends."""
-    if not Path("/dev/nvidiactl").exists():  # a process that has touched CUDA cannot be forked
-        import torch.distributed.checkpoint  # noqa: F401
-
-        from megaponder.engine import cpu
-
-        cpu.install()
-        import megatron.core.dist_checkpointing
-        import megatron.core.optimizer  # noqa: F401
+    import megaponder.demo.preload  # noqa: F401
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -1,14 +1,19 @@
-"""The demo's steps are the commands a user would type: they are shown, then run as processes of their own."""
+"""The demo's steps are the commands a user would type: they are shown, then run as processes of their own.
+
+The processes are forked from one that has the imports behind it (`preload`), which spares each of them the wait.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.syntax import Syntax
@@ -17,12 +22,22 @@ from megaponder.errors import UserError
 
 POLL_SECONDS = 0.05
 
+_processes = multiprocessing.get_context("forkserver")
+
+
+def warm_up() -> None:
+    """Begin the imports that the commands share; they go on while the caller works."""
+    from multiprocessing.forkserver import ensure_running
+
+    _processes.set_forkserver_preload(["megaponder.demo.preload"])
+    ensure_running()
+
 
 def run_command(console: Console, words: list[str]) -> None:
     """Shows and runs `megaponder WORDS`; its output goes where this program's goes.  UserError if it fails."""
-    with _start(console, words) as process:
-        code = process.wait()
-    _refuse_failure(words, code)
+    process = _start(console, words)
+    process.join()
+    _refuse_failure(words, process.exitcode)
 
 
 def kill_command(console: Console, words: list[str], when: Callable[[], bool]) -> bool:
@@ -30,33 +45,51 @@ def kill_command(console: Console, words: list[str], when: Callable[[], bool]) -
 
     Returns whether it was killed; False means that it had finished before.  UserError if it failed by itself.
     """
-    with _start(console, words) as process:
-        while process.poll() is None:
-            if when():
-                process.kill()
-                return process.wait() < 0
-            time.sleep(POLL_SECONDS)
-    _refuse_failure(words, process.returncode)
+    process = _start(console, words)
+    while process.exitcode is None:
+        if when():
+            process.kill()
+            process.join()
+            return (process.exitcode or 0) < 0
+        time.sleep(POLL_SECONDS)
+    _refuse_failure(words, process.exitcode)
     return False
 
 
 def run_python(console: Console, code: str, *arguments: str) -> None:
     """Shows and runs a few lines of Python; `arguments` are its sys.argv[1:]."""
     console.print(Syntax(code.strip(), "python", background_color="default"))
-    sys.stdout.flush()
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    status = subprocess.run([sys.executable, "-c", code, *arguments], env=environment).returncode
-    if status != 0:
-        raise UserError(f"the Python lines above ended with exit code {status}; what they printed says why.")
+    process = _forked(_python, code, arguments)
+    process.join()
+    if process.exitcode != 0:
+        raise UserError(f"the Python lines above ended with exit code {process.exitcode}; what they printed says why.")
 
 
-def _start(console: Console, words: list[str]) -> subprocess.Popen[bytes]:
+def _start(console: Console, words: list[str]) -> BaseProcess:
     console.print(f"[bold green]$[/] {_shown(words)}", highlight=False, soft_wrap=True)
+    return _forked(_megaponder, words)
+
+
+def _forked(target: Callable[..., None], *arguments: Any) -> BaseProcess:
     sys.stdout.flush()
-    return subprocess.Popen([sys.executable, "-m", "megaponder", *words])
+    process = _processes.Process(target=target, args=arguments)
+    process.start()
+    return process
 
 
-def _refuse_failure(words: list[str], code: int) -> None:
+def _megaponder(words: list[str]) -> None:
+    from megaponder.cli.main import main
+
+    sys.exit(main(words))
+
+
+def _python(code: str, arguments: tuple[str, ...]) -> None:
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    sys.argv = ["-c", *arguments]
+    exec(compile(code, "<sample>", "exec"), {"__name__": "__main__"})
+
+
+def _refuse_failure(words: list[str], code: int | None) -> None:
     if code != 0:
         raise UserError(f"`{_shown(words)}` ended with exit code {code}; its last lines above say why.")
 

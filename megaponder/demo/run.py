@@ -11,7 +11,7 @@ from rich.console import Console
 from megaponder.config.load import load_config
 from megaponder.config.schema import RunConfig
 from megaponder.demo import corpus, curves
-from megaponder.demo.commands import kill_command, relative, run_command, run_python
+from megaponder.demo.commands import kill_command, relative, run_command, run_python, warm_up
 from megaponder.demo.tokenizer import train_tokenizer
 from megaponder.errors import UserError
 from megaponder.monitor import jsonl
@@ -60,6 +60,7 @@ class Demo:
     def run(self) -> int:
         """All steps in order."""
         claim(self.folder)
+        warm_up()
         self.prepare_data()
         self.train("vanilla", ["--ponder.method", "vanilla"])
         self.train_with_a_kill()

@@ -1,0 +1,18 @@
+"""What the demo's commands share: imported once, by the process that they are forked from.
+
+On two slow cores these imports take longer than anything else in a small model's life.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch._dynamo  # optimizers import it at their first step
+import torch.distributed.checkpoint  # noqa: F401
+
+if not Path("/dev/nvidiactl").exists():  # a process that has touched CUDA cannot be forked
+    from megaponder.engine import cpu
+
+    cpu.install()
+    import megatron.core.dist_checkpointing
+    import megatron.core.optimizer  # noqa: F401
