@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +58,23 @@ def test_it_keeps_the_rules_and_fits(path: Path) -> None:
 
 
 def train_all(folder: str, dataset: str) -> dict[str, list[dict[str, Any]]]:
-    """In a worker: two steps of every configuration; the rows of its metrics by file."""
+    """In a worker: two steps of every configuration; the rows of its metrics by file.
+
+    Files that differ in size alone are one run once they are scaled down: it is trained once.
+    """
     from megaponder.training.loop import train
 
+    done: dict[str, Path] = {}
     rows = {}
     for path in CONFIGS:
-        run = Path(folder) / path.stem
-        train(scaled(path, run, dataset))
-        rows[path.stem] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        cfg = scaled(path, Path(folder) / path.stem, dataset)
+        same = json.dumps(asdict(cfg) | {"run": None, "optimizer": asdict(cfg.optimizer) | {"lr": None}}, default=str)
+        if same not in done:
+            train(cfg)
+            done[same] = Path(cfg.run)
+        rows[path.stem] = [json.loads(line) for line in (done[same] / "metrics.jsonl").read_text().splitlines()]
+        saved = done[same] / "checkpoints" / f"step_{STEPS:08d}"
+        assert (saved / "state.json").is_file() and load_config(saved / "config.yaml", []).train.steps == STEPS
     return rows
 
 
@@ -80,5 +90,3 @@ def test_every_configuration_trains_two_steps(tmp_path: Path) -> None:
         # untrained: near the uniform loss
         assert all(math.isfinite(x) and abs(x - math.log(VOCAB)) < 1.0 for x in losses), (name, losses)
         assert math.isfinite(series[-1]["validation_loss"]), name
-        saved = tmp_path / name / "checkpoints" / f"step_{STEPS:08d}"
-        assert (saved / "state.json").is_file() and load_config(saved / "config.yaml", []).train.steps == STEPS

@@ -1,4 +1,7 @@
-"""The commands as a user types them: text, `prepare`, then `train` alone and under torchrun; one series of losses."""
+"""The commands as a user types them: text, `prepare`, then `train` alone and under torchrun; one series of losses.
+
+Only torchrun itself is started as a program of its own: everything else is the same command line without the imports.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from megaponder.monitor.jsonl import read
+from tests.distributed import Workers
 from tests.tolerance import ATOL, RTOL
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,20 +44,39 @@ def python(folder: Path, *words: str) -> str:
     return done.stdout + done.stderr
 
 
+def command(folder: Path, world: int, *words: str) -> str:
+    """What `megaponder WORDS` prints in `world` processes that see torchrun's variables."""
+    target, args = "tests.training.test_torchrun:typed", {"folder": str(folder), "words": list(words)}
+    workers = Workers(target, world, args)
+    try:
+        assert workers.wait(600) == [0] * world, workers.output()
+        return "".join(workers.output(r) for r in range(world))
+    finally:
+        workers.kill()
+
+
+def typed(folder: str, words: list[str]) -> int:
+    """In a worker: the command line's exit code."""
+    from megaponder.cli.main import main
+
+    os.chdir(folder)
+    return main(words)
+
+
 def test_two_processes_give_the_series_of_one(tmp_path: Path) -> None:
     dice = random.Random(5)
     texts = [" ".join(dice.choices(WORDS, k=40)) for _ in range(40)]
     (tmp_path / "lines.txt").write_text("".join(f"{t}\n" for t in texts[:20]))
     (tmp_path / "json.jsonl").write_text("".join(f'{{"text": "{t}"}}\n' for t in texts[20:]))
     (tmp_path / "run.yaml").write_text(CONFIG)
-    prepare = ["-m", "megaponder", "prepare", "--tokenizer", "bytes"]
-    python(tmp_path, *prepare, "lines.txt", "--txt-split", "line", "--output", "data/lines")
-    python(tmp_path, *prepare, "json.jsonl", "--output", "data/json")
-    train = ["-m", "megaponder", "train", "run.yaml"]
-    python(tmp_path, *train, "--run", "one")
+    prepare = ["prepare", "--tokenizer", "bytes"]
+    command(tmp_path, 1, *prepare, "lines.txt", "--txt-split", "line", "--output", "data/lines")
+    command(tmp_path, 1, *prepare, "json.jsonl", "--output", "data/json")
+    train = ["train", "run.yaml", "--run"]
+    command(tmp_path, 1, *train, "one")
     printed = [
-        python(tmp_path, *TORCHRUN, *train[1:], "--run", "pp2", "--parallel.pipeline", "2"),
-        python(tmp_path, *TORCHRUN, *train[1:], "--run", "tp2", "--parallel.tensor", "2"),
+        python(tmp_path, *TORCHRUN, "megaponder", *train, "pp2", "--parallel.pipeline", "2"),
+        command(tmp_path, 2, *train, "tp2", "--parallel.tensor", "2"),
     ]
 
     one, *others = (read(tmp_path / name / "metrics.jsonl") for name in ("one", "pp2", "tp2"))
