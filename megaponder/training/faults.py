@@ -105,9 +105,9 @@ class Faults:
         first, last = self.streak[0], self.streak[-1]
         if before >= self.options.max_rollbacks:
             raise UserError(
-                f"Steps {first} to {last} were skipped in a row, and the run has gone back to step {to_step} {before} "
-                f"times already (faults.max_rollbacks = {self.options.max_rollbacks}); look at {self.record.path} and "
-                f"at sequences {self._window[0]} to {self._window[1] - 1} of the data."
+                f"Steps {first} to {last} were skipped in a row, and going back to step {to_step} has not helped "
+                f"(faults.max_rollbacks = {self.options.max_rollbacks}); look at {self.record.path} and at sequences "
+                f"{self._window[0]} to {self._window[1] - 1} of the data."
             )
         self.record.append(
             "rolled_back", step=last, to_step=to_step, sequences=self._window, skip_data=self.options.skip_data

@@ -13,7 +13,6 @@ from megaponder.data.batch import MicroBatch
 from megaponder.engine.step import Engine, StepOutput
 from megaponder.training.optimizer import drop_backbone_gradients
 
-
 Judge = Callable[[float, float], bool]
 """Whether a step of this loss and gradient norm is taken: the same answer on every rank."""
 

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from megaponder.config import launcher
 from megaponder.errors import REQUEUE
 
 T = TypeVar("T")
@@ -41,6 +42,7 @@ class StopFlag:
         self.files = {STOP_FILE: run / "STOP"}
         if path := os.environ.get("MEGAPONDER_REQUEUE_FILE"):
             self.files[REQUEUE_FILE] = Path(path)
+        self._looks = launcher.place().local_rank == 0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopFlag:
@@ -61,8 +63,8 @@ class StopFlag:
         return self.caught or next((number for number, path in self.files.items() if path.exists()), 0)
 
     def agreed(self) -> int:
-        """What any rank knows of: a collective, the same answer on every rank.  Rank 0 looks for the files."""
-        mine = self.asked() if dist.get_rank() == 0 else self.caught
+        """What any rank knows of: a collective, the same answer on every rank.  One rank a node looks for the files."""
+        mine = self.asked() if self._looks else self.caught
         flag = torch.tensor([mine], dtype=torch.int32, device=self.device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return int(flag.item())
