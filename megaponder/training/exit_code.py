@@ -1,7 +1,7 @@
 """The exit code of a job of many processes.
 
 torchrun turns every exit code of a rank into 1.  Where the launcher names a file in MEGAPONDER_EXIT_FILE, every rank
-appends its own there, and the lowest line that is not 0 is the job's: a user's mistake (2) beats a lost rank (69), which
+appends its own there, if it is not 0, and the lowest is the job's: a user's mistake (2) beats a lost rank (69), which
 beats a request to start again (75).
 """
 

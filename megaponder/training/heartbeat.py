@@ -1,8 +1,8 @@
 """Signs of life: every rank says where it is, and a rank that gets nowhere finds out which one holds all up.
 
-A thread of each rank writes `<run>/ranks/00003.json` (host, process, step, phase) a few times per `limit`.  When its own
-rank has not moved for `limit`, it writes the stacks of its threads to `<run>/stacks/00003.txt` and reads the others'
-files: a rank whose file is old is frozen or dead; else the one that is furthest behind is what the others wait for.
+A thread of each rank writes `<run>/ranks/00003.json` (host, process, step, phase) a few times per `limit`.  When its
+own rank has not moved for `limit`, it writes the stacks of its threads to `<run>/stacks/00003.txt` and reads the files of
+the others: a rank whose file is old is frozen or dead; else the one that is furthest behind is what the others wait for.
 Files instead of a store, because a store dies with, or freezes with, the rank that hosts it.
 """
 
@@ -28,8 +28,8 @@ from megaponder.errors import LOST, LostRank
 from megaponder.training import record
 from megaponder.training.ranks import on_first_rank
 
-PHASES = ("start", "data", "forward_backward", "optimizer", "evaluate", "save")
-"""In the order in which a step goes through them."""
+PHASES = ("start", "data", "agree", "forward_backward", "optimizer", "evaluate", "save")
+"""In the order in which a step goes through them; in agree the ranks ask each other whether to stop."""
 MISSED = 3
 """Beats without a sign of life after which a rank counts as frozen or dead."""
 

@@ -25,8 +25,8 @@ def roll_back(engine: Engine, optimizer: MegatronOptimizer, saver: Saver, faults
     choice = choose(root, restore.agreed_damage)
     if choice.path is None:
         raise UserError(
-            f"Steps {faults.streak[0]} to {faults.streak[-1]} were skipped in a row (faults.rollback_after), and {root} "
-            "holds no whole checkpoint to go back to; choose a smaller checkpoint.every."
+            f"Steps {faults.streak[0]} to {faults.streak[-1]} were skipped in a row (faults.rollback_after), and "
+            f"{root} holds no whole checkpoint to go back to; choose a smaller checkpoint.every."
         )
     faults.rolled_back(load_state(choice.path)[0].step)
     with whole_parameters(engine):

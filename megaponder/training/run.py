@@ -74,6 +74,7 @@ def run(cfg: RunConfig, groups: Groups) -> int:
                 batches = stop.wait(
                     streams.train.fetch(state.sequences, batch, cfg.train.micro_batch, groups.dp_rank, groups.dp_size)
                 )
+            heartbeat.enter("agree")
             if (asked := stop.agreed()) or batches is None:
                 break
             lr = schedule(step)
@@ -99,10 +100,8 @@ def run(cfg: RunConfig, groups: Groups) -> int:
 
             row = Row(step, state.sequences, state.tokens)
             if monitor.due(step):
-                row.values = finite({"loss": out.loss, "grad_norm": norm}) | {
-                    "learning_rate": lr,
-                    "global_batch": batch,
-                }
+                row.values = finite({"loss": out.loss, "grad_norm": norm})
+                row.values |= {"learning_rate": lr, "global_batch": batch}
                 row.values |= finite({"auxiliary_loss": out.aux}) if out.aux else {}
                 row.stats = finite(depth.metrics(out.stats, out.loss))
                 share = monitor.throughput.costs.needed_share(depth.active_shares(row.stats))
