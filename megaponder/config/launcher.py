@@ -1,10 +1,10 @@
 """This process's place among all processes, from the environment of whatever started it.
 
-| started by                         | known by                     | rank         | of                   | on its node   |
-|------------------------------------|------------------------------|--------------|----------------------|---------------|
-| torchrun, or one that speaks alike | RANK                         | RANK         | WORLD_SIZE           | LOCAL_RANK    |
-| srun, several tasks                | SLURM_STEP_NUM_TASKS above 1 | SLURM_PROCID | SLURM_STEP_NUM_TASKS | SLURM_LOCALID |
-| a shell, also in an allocation     | neither                      | 0            | 1                    | 0             |
+| started by                     | known by                     | rank         | of                   | local rank    |
+|--------------------------------|------------------------------|--------------|----------------------|---------------|
+| torchrun or the like           | RANK                         | RANK         | WORLD_SIZE           | LOCAL_RANK    |
+| srun, several tasks            | SLURM_STEP_NUM_TASKS above 1 | SLURM_PROCID | SLURM_STEP_NUM_TASKS | SLURM_LOCALID |
+| a shell, also in an allocation | neither                      | 0            | 1                    | 0             |
 
 The first row that fits is taken, so torchrun inside srun counts torchrun's processes.  SLURM_NTASKS and the number of
 GPUs are not asked: in an interactive shell both speak of an allocation and not of processes that run.

@@ -1,8 +1,8 @@
 """Signs of life: every rank says where it is, and a rank that gets nowhere finds out which one holds all up.
 
 A thread of each rank writes `<run>/ranks/00003.json` (host, process, step, phase) a few times per `limit`.  When its
-own rank has not moved for `limit`, it writes the stacks of its threads to `<run>/stacks/00003.txt` and reads the files of
-the others: a rank whose file is old is frozen or dead; else the one that is furthest behind is what the others wait for.
+own rank has not moved for `limit`, it writes the stacks of its threads to `<run>/stacks/00003.txt` and reads the files
+of the others: a rank whose file is old is frozen or dead; else the one that is furthest behind is the one waited for.
 Files instead of a store, because a store dies with, or freezes with, the rank that hosts it.
 """
 

@@ -70,6 +70,14 @@ def _memory(engine: Any, optimizer: Any) -> dict[str, Any]:
     return found
 
 
+def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Names of what is not equal bit for bit."""
+    import torch
+
+    equal = {n: torch.equal(v, after[n]) if torch.is_tensor(v) else v == after[n] for n, v in before.items()}
+    return [name for name, same in equal.items() if not same]
+
+
 def _watch_memory(steps: set[int], found: dict[int, dict[str, Any]]) -> None:
     """Remember everything that a step could change, right before these steps' updates."""
     from megaponder.training import run as module
@@ -194,8 +202,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def two_processes(root: str, data: str) -> dict[str, Any]:
     """Skipped steps on each layout (names of what the step has changed), a slow rank and a stalled one."""
-    import torch
-
     from megaponder.training import setup
 
     last = os.environ["RANK"] == "1"
@@ -207,14 +213,7 @@ def two_processes(root: str, data: str) -> dict[str, Any]:
         job = {"run": f"{root}/skip-{name}", "data": data, "faults__not_finite": "skip", "train__steps": 5} | changes
         results[f"skip-{name}"] = _train(job)
         for step in (3, 4):
-            changed = [
-                n
-                for n, value in found[step].items()
-                if not (
-                    torch.equal(value, found[step + 1][n]) if torch.is_tensor(value) else value == found[step + 1][n]
-                )
-            ]
-            results[f"changed-{name}-{step}"] = changed
+            results[f"changed-{name}-{step}"] = _changes(found[step], found[step + 1])
 
     if last:
         from megaponder.engine import step as module
