@@ -59,6 +59,16 @@ BROKEN: list[Broken] = [
     broken("data.train", "weight path", data__train=["a", 0.5]),
     broken("data.train", "weight path", data__train=[0.5, "a", "b"]),
     broken("data.valid", "weights must be positive", data__valid=[0.0, "a"]),
+    broken("faults.spike_window", "at least 4", faults__spike_window=3),
+    broken("faults.spike_sd", "more than 0", faults__spike_sd=0.0),
+    broken("faults.straggler_ratio", "at least 1", faults__straggler_ratio=0.5),
+    broken("faults.max_rollbacks", "at least 1", faults__max_rollbacks=0),
+    broken("faults.rollback_after", "at least 0", faults__rollback_after=-1),
+    broken("faults.rollback_after", "no fault leads to a skipped step", faults__rollback_after=3),
+    broken("faults.skip_data", "only after going back", faults__skip_data=True, faults__spike="skip"),
+    broken(
+        "faults.hang_minutes", "less than parallel.timeout_minutes = 10; half of it is 5", faults__hang_minutes=10.0
+    ),
     broken("optimizer.lr", "more than 0", optimizer__lr=0.0),
     broken("optimizer.lr", "at most 1", optimizer__lr=3.0),
     broken("optimizer.beta2", "less than 1", optimizer__beta2=1.0),
