@@ -1,4 +1,4 @@
-"""The batch script under a real Slurm of one node, which this test starts for itself: save at the signal, requeue, finish."""
+"""The batch script under a real Slurm of one node, which this test starts for itself: save, requeue, go on, end."""
 
 from __future__ import annotations
 
