@@ -68,6 +68,9 @@ class Heartbeat:
         self._thread.join()
         if error is not None and _is_lost_connection(error):
             step, phase, _ = self._now
+            end = time.monotonic() + 2  # a dying process closes its connections a moment before it is gone
+            while time.monotonic() < end and not any(r["gone"] for r in self._ranks()):
+                time.sleep(0.1)
             raise LostRank(f"Rank {self.rank} lost another rank in {phase} of step {step}: {self.blame()}.") from error
 
     def blame(self) -> str:

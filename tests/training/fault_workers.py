@@ -221,9 +221,9 @@ def two_processes(root: str, data: str) -> dict[str, Any]:
         original = module._forward
         _replace(module, "_forward", lambda *a: (time.sleep(1.0), original(*a))[1])
     results["slow"] = _train({"run": f"{root}/slow", "data": data, "train__steps": 3, "train__eval_batches": 0})
-    _replace(setup, "patience", lambda cfg: (4.0, 1000.0))
+    _replace(setup, "patience", lambda cfg: (6.0, 1000.0))
     if last:
-        _stall(9, 12)
+        _stall(9, 16)
     results["stalled"] = _train({"run": f"{root}/stalled", "data": data, "train__steps": 3, "train__eval_batches": 0})
     return results
 
