@@ -66,9 +66,7 @@ BROKEN: list[Broken] = [
     broken("faults.rollback_after", "at least 0", faults__rollback_after=-1),
     broken("faults.rollback_after", "no fault leads to a skipped step", faults__rollback_after=3),
     broken("faults.skip_data", "only after going back", faults__skip_data=True, faults__spike="skip"),
-    broken(
-        "faults.hang_minutes", "less than parallel.timeout_minutes = 10; half", faults__hang_minutes=10.0
-    ),
+    broken("faults.hang_minutes", "less than parallel.timeout_minutes = 10; half", faults__hang_minutes=10.0),
     broken("optimizer.lr", "more than 0", optimizer__lr=0.0),
     broken("optimizer.lr", "at most 1", optimizer__lr=3.0),
     broken("optimizer.beta2", "less than 1", optimizer__beta2=1.0),
