@@ -4,8 +4,13 @@
 #   launch/torchrun.sh configs/pythia-410m-ponderlm.yaml --run runs/first --data.train data/pile
 #
 # Environment: NPROC (processes on this node; default: its GPUs, else 1); for several nodes NNODES, NODE_RANK and
-# MASTER_ADDR (MASTER_PORT defaults to 29500).
+# MASTER_ADDR, the host of node rank 0 (MASTER_PORT defaults to 29500).
+#
+# Signals to this script: TERM and INT go to torchrun, which passes them to the ranks; USR1 and USR2, which torchrun would
+# die of, become the file that the ranks look for.  The exit code is the lowest of the ranks' own (docs/faults.md), where
+# torchrun says 1 for all of them.
 set -euo pipefail
+set -m # the child gets its own process group: bash would let a background child ignore Ctrl-C for ever
 
 if [ $# -eq 0 ]; then
   echo "usage: [NPROC=8] launch/torchrun.sh CONFIG.yaml [--section.field value ...]" >&2
@@ -19,6 +24,14 @@ nproc_per_node=${NPROC:-$(gpus)}
 # One queue per device keeps the order of kernels in which tensor and sequence parallelism overlap with communication.
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# A failed collective ends its process instead of leaving it in a kernel that never returns ...
+export TORCH_NCCL_ASYNC_ERROR_HANDLING=${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}
+# ... after writing down the last collectives of each rank: who entered which, and who did not.
+export TORCH_NCCL_TRACE_BUFFER_SIZE=${TORCH_NCCL_TRACE_BUFFER_SIZE:-2000}
+export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
+# Where NCCL picks the wrong network, name it (they depend on the cluster, so there is no default):
+#   export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0 NCCL_IB_HCA=mlx5
 
 if [ "${NNODES:-1}" -gt 1 ]; then
   rendezvous=(
@@ -31,5 +44,26 @@ else
   rendezvous=(--standalone)
 fi
 
+# Files of this launch; a batch script that starts several nodes names files that all of them see.
+own=$(mktemp -d)
+trap 'rm -rf "$own"' EXIT
+export MEGAPONDER_EXIT_FILE=${MEGAPONDER_EXIT_FILE:-$own/exit} MEGAPONDER_REQUEUE_FILE=${MEGAPONDER_REQUEUE_FILE:-$own/requeue}
+
 # Without the --, torchrun under Python 3.11 and older takes our --run for an abbreviation of an option of its own.
-exec torchrun "${rendezvous[@]}" --nproc-per-node "$nproc_per_node" -m -- megaponder train "$@"
+(
+  trap '' USR1 USR2 # Slurm may send them to every process of a step
+  exec torchrun "${rendezvous[@]}" --nproc-per-node "$nproc_per_node" -m -- megaponder train "$@"
+) &
+child=$!
+trap 'kill -TERM "$child"' TERM
+trap 'kill -INT "$child"' INT
+trap 'touch "$MEGAPONDER_REQUEUE_FILE"' USR1 USR2
+
+code=0
+wait "$child" || code=$?
+while kill -0 "$child" 2>/dev/null; do # a trap has ended the wait, not the child
+  code=0
+  wait "$child" || code=$?
+done
+[ "$code" -eq 0 ] || [ ! -s "$MEGAPONDER_EXIT_FILE" ] || code=$(sort -n "$MEGAPONDER_EXIT_FILE" | head -n 1)
+exit "$code"

@@ -1,8 +1,28 @@
-"""The one exception that is a user's mistake and not a bug: it ends the program with exit code 2 and no traceback."""
+"""Errors that are no bugs: they end the program with one sentence, no traceback, and an exit code that means something.
+
+0  done, or stopped by the file STOP          69  a rank was lost or hangs: starting again may help
+1  a check failed, or a bug                   75  saved and stopped on request, to be started again
+2  a mistake that the user can mend           130 interrupted; 143 terminated: saved, if a run had begun
+"""
+
+from __future__ import annotations
+
+LOST = 69
+"""sysexits.h calls it EX_UNAVAILABLE."""
+REQUEUE = 75
+"""sysexits.h calls it EX_TEMPFAIL."""
 
 
 class UserError(Exception):
     """Something the user can mend.  The message is one sentence: field or file, value, rule, nearest legal value."""
+
+    exit_code = 2
+
+
+class LostRank(UserError):  # noqa: N818  the sentence is for a user
+    """Another rank, its machine or the network is gone; nothing in the command is wrong."""
+
+    exit_code = LOST
 
 
 class ConfigError(UserError):

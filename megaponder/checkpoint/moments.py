@@ -5,7 +5,7 @@
 
 megatron-core's own state dicts differ between its FP32, BF16 and distributed optimizers (and its torch-Adam path needs
 `step` tensors that its loader then shares between parameters).  Here only tensors are stored; Adam's step count is the
-run's step, and hyper-parameters come from the config.  So every optimizer loads what any other has saved.
+run's number of updates, and hyper-parameters come from the config.  So every optimizer loads what any other has saved.
 """
 
 from __future__ import annotations

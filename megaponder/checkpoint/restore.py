@@ -45,7 +45,7 @@ def resume(path: Path, stage: MegatronModule, optimizer: MegatronOptimizer) -> T
     model = sharded_state(stage, names)
     wanted = moments.sharded_state(optimizer, model, metadata(), loading=True, masters=contents.masters)
     _refuse_absent(path, wanted, names, may_lack="")
-    moments.load(optimizer, _load(path, wanted), state.step)
+    moments.load(optimizer, _load(path, wanted), state.updates)
     if contents.layout == layout():
         rng.load(_load(path, rng.sharded_state()))
     else:

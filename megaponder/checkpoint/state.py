@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,27 @@ class TrainState:
     """Position of a run, written into every checkpoint."""
 
     step: int = 0
-    """Optimizer steps done."""
+    """Steps done, skipped ones included."""
     sequences: int = 0
     """Sequences consumed by all ranks together: the data position, whatever the layout."""
     tokens: int = 0
     """Tokens in these sequences."""
+    skipped: int = 0
+    """Steps without an update, because their numbers were bad."""
+    losses: list[float] = field(default_factory=list)
+    """Of the last steps, for the test of spikes; empty where it is off."""
+    norms: list[float] = field(default_factory=list)
+    """Gradient norms of the same steps."""
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates done: Adam's own count."""
+        return self.step - self.skipped
 
     def after(self, batch: int, sequence_length: int) -> TrainState:
         """The position one step later."""
-        return TrainState(self.step + 1, self.sequences + batch, self.tokens + batch * sequence_length)
+        tokens = self.tokens + batch * sequence_length
+        return replace(self, step=self.step + 1, sequences=self.sequences + batch, tokens=tokens)
 
 
 @dataclass

@@ -87,7 +87,7 @@ def keep_console_clean() -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; returns the exit code: 0, 1 (a check failed), 2 (a user's mistake) or 130 (interrupted)."""
+    """Run a command; returns the exit code: those of `megaponder.errors`."""
     words = sys.argv[1:] if argv is None else argv
     keep_console_clean()
     try:
@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
         return int(code or 0)
     except UserError as error:
         report_error(str(error))
-        return 2
+        return error.exit_code
     except KeyboardInterrupt:
         report_error("interrupted")
         return 130

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 
 from megaponder.cli.parser import Commands
+from megaponder.cli.report import report_error
+from megaponder.config import launcher
+from megaponder.errors import LostRank
 
 SUMMARY = "train a model, or continue a run from its newest complete checkpoint"
 OVERRIDES = True
@@ -24,6 +27,14 @@ many processes
   With --run write `-m -- megaponder`: torchrun has options of its own that begin with --run.
   Data-parallel size is what is left: processes / (tensor x pipeline).  `megaponder plan` shows a layout beforehand.
 
+before a long run
+  The same line with --preflight checks ranks, devices, versions, disk, configuration and data of all processes, and
+  names the ones that are absent or different; it takes less than a minute and trains nothing.
+
+stopping
+  SIGUSR1 or SIGUSR2 save and end with exit code 75 (start me again), SIGTERM with 143, Ctrl-C with 130, a file
+  RUN/STOP with 0.  A lost rank ends the others with 69.  docs/faults.md has the whole table.
+
 continuing
   The same command continues the run: it takes the newest complete checkpoint of the run folder, at any layout.
   Every run folder holds config.yaml, the complete configuration; it can be passed as CONFIG.
@@ -40,6 +51,7 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file; see configs/")
     parser.add_argument("--fields", action="store_true", help="list every field of the configuration and stop")
+    parser.add_argument("--preflight", action="store_true", help="check every process and its node, and stop")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,9 +61,22 @@ def run(args: argparse.Namespace) -> int:
 
         return print_fields()
     from megaponder.cli.configuration import load
+    from megaponder.training import exit_code
 
-    cfg = load(args.config, args.overrides)
-    from megaponder.training.loop import train
+    with exit_code.noted():
+        launcher.adopt()
+        cfg = load(args.config, args.overrides)
+        if args.preflight:
+            from megaponder.training.preflight import preflight
 
-    train(cfg)
-    return 0
+            preflight(cfg)
+            return 0
+        from megaponder.training.loop import train
+
+        try:
+            code = train(cfg)
+        except LostRank as error:
+            report_error(str(error))
+            exit_code.leave(error.exit_code)
+        exit_code.note(code)
+        return code

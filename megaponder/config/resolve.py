@@ -29,6 +29,8 @@ def resolve(cfg: RunConfig) -> RunConfig:
         cfg.data.shuffle_seed = cfg.train.seed
     if cfg.data.cache is None:
         cfg.data.cache = f"{cfg.run.rstrip('/')}/cache"
+    if cfg.faults.hang_minutes is None:
+        cfg.faults.hang_minutes = cfg.parallel.timeout_minutes / 2
     _fill_budget(cfg)
     return cfg
 

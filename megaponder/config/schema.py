@@ -211,6 +211,30 @@ class CheckpointConfig:
 
 
 @dataclass
+class FaultsConfig:
+    """What happens when numbers or ranks go wrong; see docs/faults.md."""
+
+    not_finite: Literal["stop", "skip"] = "stop"
+    """A loss or gradient norm that is NaN or infinite: stop the run, or skip the step's update."""
+    spike: Literal["ignore", "skip"] = "ignore"
+    """A loss or gradient norm far above the last ones: take the step, or skip its update."""
+    spike_window: int = 128
+    """Last steps whose mean and standard deviation say what a spike is; half of them must be there."""
+    spike_sd: float = 6.0
+    """Standard deviations above the mean from which on a value is a spike."""
+    rollback_after: int = 0
+    """Skipped steps in a row after which the run goes back to its last checkpoint; 0: never."""
+    max_rollbacks: int = 2
+    """Times that a run goes back to the same checkpoint before it stops."""
+    skip_data: bool = False
+    """After going back, leave out the sequences of the skipped steps."""
+    hang_minutes: float | None = None
+    """Time without progress after which the stalled rank is named; default: half of parallel.timeout_minutes."""
+    straggler_ratio: float = 1.25
+    """A node whose steps take this many times the median of all nodes is reported."""
+
+
+@dataclass
 class LoggingConfig:
     """What is written while training."""
 
@@ -250,5 +274,7 @@ class RunConfig:
     """Budget and batch."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Checkpoints."""
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
+    """Faults."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     """Logging."""

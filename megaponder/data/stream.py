@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sized
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Sized
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,8 +31,7 @@ class SampleStream:
     ):
         self.dataset, self.sequences, self.field = dataset, sequences, field
         self.loss_mask, self.eod_id, self.vocab_size = loss_mask, eod_id, vocab_size
-        # One thread reads what the next call will ask for, so that slow storage hides behind compute.
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix=f"read-{field}")
+        # A thread reads what the next call will ask for, so that slow storage hides behind compute.
         self._ahead: tuple[tuple[int, ...], Future[list[MicroBatch]]] | None = None
 
     def __len__(self) -> int:
@@ -62,7 +62,13 @@ class SampleStream:
     def micro_batches(
         self, first_sequence: int, global_batch: int, micro_batch: int, dp_rank: int, dp_size: int
     ) -> list[MicroBatch]:
-        """This rank's micro-batches of sequences first_sequence ... first_sequence + global_batch - 1.
+        """What `fetch` promises, once it is there."""
+        return self.fetch(first_sequence, global_batch, micro_batch, dp_rank, dp_size).result()
+
+    def fetch(
+        self, first_sequence: int, global_batch: int, micro_batch: int, dp_rank: int, dp_size: int
+    ) -> Future[list[MicroBatch]]:
+        """This rank's micro-batches of sequences first_sequence ... first_sequence + global_batch - 1, being read.
 
         Micro-batch j holds `micro_batch` consecutive sequences and belongs to data-parallel rank j % dp_size.
         Raises ConfigError when the batch does not divide, ValueError for sequences that the stream does not have.
@@ -82,11 +88,29 @@ class SampleStream:
             )
         request = (first_sequence, global_batch, micro_batch, dp_rank, dp_size)
         ahead, self._ahead = self._ahead, None
-        batches = ahead[1].result() if ahead is not None and ahead[0] == request else self._read(*request)
+        batches = ahead[1] if ahead is not None and ahead[0] == request else _start(None, self._read, *request)
         following = (first_sequence + global_batch, *request[1:])
         if following[0] + global_batch <= self.sequences:
-            self._ahead = (following, self._reader.submit(self._read, *following))
+            self._ahead = (following, _start(batches, self._read, *following))
         return batches
+
+
+def _start(
+    before: Future[list[MicroBatch]] | None, read: Callable[..., list[MicroBatch]], *request: int
+) -> Future[list[MicroBatch]]:
+    """Read once `before` is done, in a thread that does not keep the process alive: storage may hang, its end not."""
+    future: Future[list[MicroBatch]] = Future()
+
+    def work() -> None:
+        if before is not None:
+            wait([before])
+        try:
+            future.set_result(read(*request))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="read", daemon=True).start()
+    return future
 
 
 @dataclass(frozen=True)

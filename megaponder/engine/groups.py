@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import datetime
-import os
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from megaponder.config import launcher
 from megaponder.config.schema import RunConfig
 from megaponder.engine import cpu
 
@@ -60,7 +60,7 @@ class Groups:
 
 def _start(timeout: datetime.timedelta, device: torch.device) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # torchrun, or a launcher that speaks like it
+    if launcher.adopt().launcher != "none":
         dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -84,7 +84,7 @@ def init(cfg: RunConfig) -> Groups:
 
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        device = torch.device("cuda", launcher.place().local_rank)
         torch.cuda.set_device(device)
     timeout = datetime.timedelta(minutes=cfg.parallel.timeout_minutes)
     if not dist.is_initialized():

@@ -25,6 +25,7 @@ from megaponder.engine.message import rider_width
 from megaponder.engine.p2p import PassCommunicator, microbatch_group, receive_orders
 from megaponder.engine.stage import PonderStage
 from megaponder.engine.stash import PassState, Stash
+from megaponder.engine.stopwatch import Stopwatch
 from megaponder.ponder.base import Pass, Readout
 
 
@@ -64,14 +65,17 @@ class Engine:
     ):
         self.stage, self.ddp, self.groups = stage, ddp, groups
         self._seed, self._group_size = seed, group_size
+        self.own_time = Stopwatch(groups.device)
+        """Of the last training step, from its first forward until gradients are to be reduced."""
         config = stage.config
-        config.finalize_model_grads_func = lambda models, *a, **k: finalize_model_grads(
-            [ddp],
-            None,
-            pg_collection=_group_collection(),  # one DDP, whatever the number of passes; no rescaling
-        )
+        config.finalize_model_grads_func = self._finalize
         if ddp.ddp_config.overlap_grad_reduce:
             config.no_sync_func = ddp.no_sync
+
+    def _finalize(self, *_: Any, **__: Any) -> None:
+        """Reduce gradients: one DDP, whatever the number of passes; no rescaling."""
+        self.own_time.stop()
+        finalize_model_grads([self.ddp], None, pg_collection=_group_collection())
 
     def zero_grad(self) -> None:
         """Clear the gradient buffers (the optimizer's own zero_grad clears its copies)."""
@@ -92,6 +96,7 @@ class Engine:
         dist.all_reduce(tokens, group=self.groups.dp)
         number = step if train else None
         run = Step(self.passes(number), batches, number, tokens.clamp(min=1.0))
+        self.own_time.start()
         with torch.set_grad_enabled(train):
             self._schedule(run, forward_only=not train)
         return self._collect(run, int(tokens.item()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,19 +24,23 @@ class Evaluation:
     """What `engine.depth.metrics` tells of the method."""
 
 
-def evaluate(cfg: RunConfig, engine: Engine, valid: SampleStream, stop: StopFlag) -> Evaluation | None:
-    """Means over the valid tokens of eval_batches global batches; None if a signal has cut it short.
+def evaluate(
+    cfg: RunConfig, engine: Engine, valid: SampleStream, stop: StopFlag, alive: Callable[[], None]
+) -> Evaluation | None:
+    """Means over the valid tokens of eval_batches global batches; None if a request to stop has cut it short.
 
-    Methods whose training draws its passes have a fixed plan here, so that the curve has one meaning.
+    `alive` is called before every batch.  Methods whose training draws its passes have a fixed plan here, so that the
+    curve has one meaning.
     """
     g, tokens = engine.groups, 0
     sums: dict[str, float] = {"loss": 0.0}
     for i in range(cfg.train.eval_batches):
-        if stop.agreed():
-            return None
-        batches = valid.micro_batches(
-            i * cfg.train.global_batch, cfg.train.global_batch, cfg.train.micro_batch, g.dp_rank, g.dp_size
+        alive()
+        batches = stop.wait(
+            valid.fetch(i * cfg.train.global_batch, cfg.train.global_batch, cfg.train.micro_batch, g.dp_rank, g.dp_size)
         )
+        if stop.agreed() or batches is None:
+            return None
         out = engine.forward_backward(batches, 0, train=False)
         tokens += out.tokens
         for name, mean in {"loss": out.loss, **out.stats}.items():

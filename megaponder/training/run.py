@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import signal
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from megaponder.checkpoint.save import Saver
 from megaponder.config.budget import batch_at, sequences_after
 from megaponder.config.schema import RunConfig
-from megaponder.data.stream import build_streams
+from megaponder.data.stream import Streams, build_streams
 from megaponder.engine import depth
 from megaponder.engine.build import build_engine
 from megaponder.engine.groups import Groups
@@ -17,31 +18,41 @@ from megaponder.monitor.monitor import Monitor
 from megaponder.monitor.row import Row
 from megaponder.ponder.settings import method_of
 from megaponder.training import setup
+from megaponder.training import stop as stopping
 from megaponder.training.begin import begin
 from megaponder.training.evaluate import evaluate
+from megaponder.training.faults import Faults, NotFinite, finite
+from megaponder.training.heartbeat import Heartbeat
 from megaponder.training.lock import own_run
 from megaponder.training.optimizer import build_optimizer, method_only, set_lr
 from megaponder.training.ranks import on_first_rank
+from megaponder.training.record import Window, past
+from megaponder.training.rollback import roll_back
 from megaponder.training.schedule import build_schedule
-from megaponder.training.step import NotFinite, optimizer_step, whole_parameters
+from megaponder.training.step import optimizer_step, whole_parameters
 from megaponder.training.stop import StopFlag
+from megaponder.training.stragglers import Stragglers
 
 
-def run(cfg: RunConfig, groups: Groups) -> None:
-    """Train on the given process groups until the budget is spent or a signal asks to stop."""
-    total = cfg.train.steps
+def run(cfg: RunConfig, groups: Groups) -> int:
+    """Train on the given process groups until the budget is spent or a stop is asked for; returns the exit code."""
+    total, folder = cfg.train.steps, Path(cfg.run)
     assert total is not None
     with ExitStack() as stack:
-        stop = stack.enter_context(StopFlag(groups.device))
-        stack.enter_context(own_run(Path(cfg.run)))
+        stop = stack.enter_context(StopFlag(groups.device, folder))
+        stack.enter_context(own_run(folder))
+        heartbeat = stack.enter_context(Heartbeat(folder, *setup.patience(cfg)))
         method = method_of(cfg)
-        streams = build_streams(cfg, sequences_after(cfg, total), cfg.train.eval_batches * cfg.train.global_batch)
         engine = build_engine(setup.fitted(cfg, groups.dp_size), method, groups)
         optimizer = build_optimizer(cfg, engine.ddp)
         schedule = build_schedule(cfg.schedule, cfg.optimizer, total)
         monitor = Monitor(cfg, total, setup.costs(cfg, method, groups.world_size), groups.logs())
+        faults = Faults(cfg.faults, folder, monitor.say, groups.device)
+        stragglers = Stragglers(cfg.faults.straggler_ratio, groups.device)
+        left_out = faults.record.left_out()
+        streams = _streams(cfg, left_out)
         state = begin(cfg, engine.stage, optimizer, monitor.say)
-        saver = Saver(Path(cfg.run) / "checkpoints", cfg, engine.stage, optimizer, newest=state.step)
+        saver = Saver(folder / "checkpoints", cfg, engine.stage, optimizer, newest=state.step)
         on_first_rank(lambda: setup.write_config(cfg))
         stack.callback(monitor.close)
         monitor.start(state.step, state.tokens)
@@ -50,49 +61,79 @@ def run(cfg: RunConfig, groups: Groups) -> None:
             monitor.say(f"Up to step {last} only the parameters of {name} itself change, then all of them.")
 
         def save() -> None:
+            heartbeat.enter("save")
             with whole_parameters(engine), monitor.pause("checkpoint_seconds"):
                 saver.save(state)
 
-        signalled = 0
-        while state.step < total and not (signalled := stop.agreed()):
+        asked = 0
+        while state.step < total:
             step, batch = state.step + 1, batch_at(cfg, state.sequences)
+            state = replace(state, sequences=past(left_out, state.sequences, batch))
+            heartbeat.enter("data", step)
+            with stragglers.reading():
+                batches = stop.wait(
+                    streams.train.fetch(state.sequences, batch, cfg.train.micro_batch, groups.dp_rank, groups.dp_size)
+                )
+            heartbeat.enter("agree")
+            if (asked := stop.agreed()) or batches is None:
+                break
             lr = schedule(step)
             set_lr(optimizer, cfg, lr, step)
-            batches = streams.train.micro_batches(
-                state.sequences, batch, cfg.train.micro_batch, groups.dp_rank, groups.dp_size
+            out, norm = optimizer_step(
+                engine, optimizer, batches, step, partial(faults.takes, state), heartbeat.enter, method_only(cfg, step)
             )
             try:
-                out, norm = optimizer_step(engine, optimizer, batches, step, method_only(cfg, step))
+                state = faults.after(state, state.after(batch, cfg.data.sequence_length), out.loss, norm)
             except NotFinite:
                 saver.wait()  # what was saved before it is sound
                 raise
-            state = state.after(batch, cfg.data.sequence_length)
+            stragglers.computed(engine.own_time.seconds())
             saver.poll()
+            if faults.must_roll_back():
+                heartbeat.enter("start")
+                state = roll_back(engine, optimizer, saver, faults, folder / "checkpoints")
+                left_out = faults.record.left_out()
+                streams = _streams(cfg, left_out)
+                monitor.close()
+                monitor.start(state.step, state.tokens)
+                continue
 
             row = Row(step, state.sequences, state.tokens)
             if monitor.due(step):
-                row.values = {"loss": out.loss, "grad_norm": norm, "learning_rate": lr, "global_batch": batch}
-                row.values |= {"auxiliary_loss": out.aux} if out.aux else {}
-                row.stats = depth.metrics(out.stats, out.loss)
+                row.values = finite({"loss": out.loss, "grad_norm": norm})
+                row.values |= {"learning_rate": lr, "global_batch": batch}
+                row.values |= finite({"auxiliary_loss": out.aux}) if out.aux else {}
+                row.stats = finite(depth.metrics(out.stats, out.loss))
                 share = monitor.throughput.costs.needed_share(depth.active_shares(row.stats))
                 row.values |= monitor.throughput.rates(step, state.tokens, share)
                 monitor.warn("gates", depth.collapse_warning(row.stats))
+                monitor.warn("stragglers", stragglers.report())
             if streams.valid is not None and _every(cfg.train.eval_every, step, total):
                 with whole_parameters(engine), monitor.pause("evaluation_seconds"):
-                    valid = evaluate(cfg, engine, streams.valid, stop)
+                    valid = evaluate(cfg, engine, streams.valid, stop, lambda: heartbeat.enter("evaluate"))
                 if valid is not None:
                     row.values["validation_loss"] = valid.loss
                     row.stats |= {f"valid_{name}": value for name, value in valid.stats.items()}
             if row.values:
                 monitor.write(row)
-            if _every(cfg.checkpoint.every, step, total):
+            if _every(cfg.checkpoint.every, step, total) and not faults.streak:  # what a rollback finds is older
                 save()
 
         if state.step > saver.newest:
             save()
         saver.wait()
-        if signalled:
-            monitor.say(f"Stopped by {signal.Signals(signalled).name} after step {state.step}; it is saved.")
+        if asked:
+            monitor.say(f"Stopped by {stopping.words(asked)} after step {state.step}; it is saved.")
+            if asked == stopping.STOP_FILE:
+                on_first_rank(stop.clear)
+        return stopping.EXIT_CODES.get(asked, 0)
+
+
+def _streams(cfg: RunConfig, left_out: list[Window]) -> Streams:
+    """The run's data: as many sequences as it needs beside those that it leaves out."""
+    assert cfg.train.steps is not None
+    needed = sequences_after(cfg, cfg.train.steps) + sum(end - first for first, end in left_out)
+    return build_streams(cfg, needed, cfg.train.eval_batches * cfg.train.global_batch)
 
 
 def _every(period: int, step: int, total: int) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
+from megaponder.config import launcher
 from megaponder.config.facts import facts_of
 from megaponder.config.gpus import find_gpu
 from megaponder.config.load import dump, load_config
@@ -38,7 +38,7 @@ def complete(cfg: RunConfig) -> RunConfig:
 
     cfg = resolve(cfg)
     cfg = fill_from_data(cfg, check_data(cfg))
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = launcher.place().world_size
     check(cfg, facts_of(method_of(cfg), cfg.train.seed), world, this_machine(), needs_data=True)
     return cfg
 
@@ -50,6 +50,16 @@ def fitted(cfg: RunConfig, dp_size: int) -> RunConfig:
         return cfg
     group = choose_group(t.global_batch // (t.micro_batch * dp_size), p.pipeline)
     return replace(cfg, parallel=replace(p, microbatch_group=group))
+
+
+def patience(cfg: RunConfig) -> tuple[float, float]:
+    """Seconds without progress after which a stalled rank is named, and after which a dead one is no longer awaited.
+
+    The second ends just before the process groups' time-out, whose own messages name no rank.
+    """
+    limit = 60 * cfg.parallel.timeout_minutes
+    hang = cfg.faults.hang_minutes
+    return (limit / 2 if hang is None else 60 * hang), 0.9 * limit
 
 
 def value_of(cfg: RunConfig, name: str) -> object:

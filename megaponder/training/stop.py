@@ -1,22 +1,48 @@
-"""Stopping on request: SIGTERM (preemption) and SIGINT set a flag, and all ranks act on it at the same step."""
+"""Stopping on request: signals and files ask for it, and all ranks act on the request at the same point.
+
+SIGUSR1, SIGUSR2       save, end with 75: start me again (the batch system's sign that the time is nearly over)
+SIGTERM                save, end with 143: whoever sent it decides what comes next
+SIGINT                 save, end with 130; a second one ends at once
+file <run>/STOP        save, end with 0, and remove the file
+file $MEGAPONDER_REQUEUE_FILE   as SIGUSR1: for launchers that pass no signals on, as torchrun with SIGUSR1
+"""
 
 from __future__ import annotations
 
+import os
 import signal
+from concurrent.futures import Future, wait
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+from megaponder.config import launcher
+from megaponder.errors import REQUEUE
+
+T = TypeVar("T")
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+STOP_FILE, REQUEUE_FILE = 101, 102
+"""Beyond the numbers of all signals."""
+EXIT_CODES = {
+    signal.SIGUSR1: REQUEUE, signal.SIGUSR2: REQUEUE, REQUEUE_FILE: REQUEUE,
+    signal.SIGTERM: 143, signal.SIGINT: 130, STOP_FILE: 0,
+}  # fmt: skip
+POLL = 0.5
+"""Seconds between looks at the files while data are awaited."""
 
 
 class StopFlag:
     """Catches the signals while in use (a context manager); a second SIGINT ends the process as usual."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, run: Path):
         self.device, self.caught = device, 0
+        self.files = {STOP_FILE: run / "STOP"}
+        if path := os.environ.get("MEGAPONDER_REQUEUE_FILE"):
+            self.files[REQUEUE_FILE] = Path(path)
+        self._looks = launcher.place().local_rank == 0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopFlag:
@@ -32,8 +58,34 @@ class StopFlag:
             raise KeyboardInterrupt
         self.caught = number
 
+    def asked(self) -> int:
+        """What this rank knows of: the signal that it has caught or the number of a file, 0 if nothing."""
+        return self.caught or next((number for number, path in self.files.items() if path.exists()), 0)
+
     def agreed(self) -> int:
-        """The signal that any rank has caught, 0 if none: a collective, the same answer on every rank."""
-        flag = torch.tensor([self.caught], dtype=torch.int32, device=self.device)
+        """What any rank knows of: a collective, the same answer on every rank.  One rank a node looks for the files."""
+        mine = self.asked() if self._looks else self.caught
+        flag = torch.tensor([mine], dtype=torch.int32, device=self.device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return int(flag.item())
+
+    def wait(self, future: Future[T]) -> T | None:
+        """The future's result, or None if a request to stop comes before it: `agreed` will then be true on all ranks.
+
+        Storage can stall for longer than a preempted job is given.
+        """
+        while not wait([future], timeout=POLL).done:
+            if number := self.asked():
+                self.caught = number
+                return None
+        return future.result()
+
+    def clear(self) -> None:
+        """Remove the stop file that was obeyed, so that the next start goes on.  One rank calls this."""
+        self.files[STOP_FILE].unlink(missing_ok=True)
+
+
+def words(number: int) -> str:
+    """What asked for the stop."""
+    files = {STOP_FILE: "the file STOP", REQUEUE_FILE: "the launcher's requeue file"}
+    return files.get(number) or signal.Signals(number).name

@@ -1,39 +1,49 @@
-"""The launch scripts: valid bash, clean for shellcheck, and what they run, seen through a fake torchrun."""
+"""The launch scripts: valid bash, and what they run, forward and return, seen through fake programs of a cluster."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [ROOT / "launch" / "torchrun.sh", ROOT / "launch" / "train.sbatch", ROOT / ".ci" / "run"]
+OURS = ("NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR", "MEGAPONDER_EXIT_FILE", "MEGAPONDER_REQUEUE_FILE")
+
+
+def program(folder: Path, name: str, body: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/usr/bin/env bash\n{body}\n")
+    path.chmod(0o755)
 
 
 @pytest.fixture
 def fakes(tmp_path: Path) -> Path:
     """A folder of programs that stand for those of a cluster; torchrun prints what it was asked to do."""
-    programs = {
-        "torchrun": 'echo "rank=$NODE_RANK nodes=$NNODES"; printf "%s\\n" "$@"',
-        "nvidia-smi": "printf 'GPU 0\\nGPU 1\\n'",
-        "scontrol": "printf 'node7\\nnode8\\n'",
-        "srun": 'shift; SLURM_NODEID=1 exec "$@"',
-    }
-    for name, body in programs.items():
-        path = tmp_path / name
-        path.write_text(f"#!/usr/bin/env bash\n{body}\n")
-        path.chmod(0o755)
-    return tmp_path
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    program(folder, "torchrun", 'echo "rank=$NODE_RANK nodes=$NNODES"; printf "%s\\n" "$@"')
+    program(folder, "nvidia-smi", "printf 'GPU 0\\nGPU 1\\n'")
+    program(folder, "scontrol", 'if [ "$1" = requeue ]; then echo "requeued $2"; else printf "node7\\nnode8\\n"; fi')
+    # runs the program behind its options once, as the task of the second node
+    srun = 'echo "srun $*"; while [[ $1 == -* || $1 =~ ^[0-9]+$ ]]; do shift; done; SLURM_NODEID=1 exec "$@"'
+    program(folder, "srun", srun)
+    program(folder, "python", 'echo "python $*"')
+    return folder
 
 
-def launch(script: Path, fakes: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    path = f"{fakes}:{os.environ['PATH']}"
-    clean = {k: v for k, v in os.environ.items() if k not in ("NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR")}
-    return subprocess.run(
-        ["bash", str(script), *arguments], env=clean | {"PATH": path} | environment, capture_output=True, text=True
-    )
+def environment(fakes: Path, **more: str) -> dict[str, str]:
+    clean = {k: v for k, v in os.environ.items() if k not in OURS}
+    return clean | {"PATH": f"{fakes}:{os.environ['PATH']}"} | more
+
+
+def launch(script: Path, fakes: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(script), *arguments]
+    return subprocess.run(command, env=environment(fakes, **more), capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: s.name)
@@ -55,21 +65,109 @@ def test_several_nodes_need_an_address(fakes: Path) -> None:
     assert "MASTER_ADDR must be set" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("codes", "torchruns", "want"), [("75 75", 1, 75), ("69 2 69", 1, 2), ("", 1, 1), ("75", 0, 0)]
+)
+def test_the_exit_code_is_the_lowest_of_the_ranks(
+    fakes: Path, tmp_path: Path, codes: str, torchruns: int, want: int
+) -> None:
+    write = f'for code in {codes}; do echo "$code" >> "$MEGAPONDER_EXIT_FILE"; done; exit {torchruns}'
+    program(fakes, "torchrun", write)
+    assert launch(SCRIPTS[0], fakes, "c.yaml").returncode == want
+    own = str(tmp_path / "codes")
+    assert launch(SCRIPTS[0], fakes, "c.yaml", MEGAPONDER_EXIT_FILE=own).returncode == want
+
+
+def begun(script: Path, fakes: Path, torchrun: str, **more: str) -> subprocess.Popen[str]:
+    """A script whose torchrun has said `begun`."""
+    program(fakes, "torchrun", f"{torchrun}\necho begun\nfor i in {{1..200}}; do {LOOK}; sleep 0.05; done; exit 9")
+    command = ["bash", str(script), "c.yaml"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, env=environment(fakes, **more), text=True, **pipes)
+    assert process.stdout is not None
+    while "begun" not in (line := process.stdout.readline()):
+        assert line, process.stderr.read()  # type: ignore[union-attr]
+    return process
+
+
+LOOK = '[ ! -e "$MEGAPONDER_REQUEUE_FILE" ] || { echo 75 >> "$MEGAPONDER_EXIT_FILE"; exit 1; }'
+SLURM = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": "2"}
+
+
+@pytest.mark.parametrize(("number", "want"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 75)])
+def test_signals_reach_the_ranks(fakes: Path, number: int, want: int) -> None:
+    traps = "trap 'echo 143 > \"$MEGAPONDER_EXIT_FILE\"; exit 1' TERM"
+    traps += "\ntrap 'echo 130 > \"$MEGAPONDER_EXIT_FILE\"; exit 1' INT"
+    process = begun(SCRIPTS[0], fakes, traps)
+    process.send_signal(number)
+    assert process.wait(timeout=30) == want, process.stderr.read()  # type: ignore[union-attr]
+
+
+def test_torchrun_survives_usr1(fakes: Path) -> None:
+    process = begun(SCRIPTS[0], fakes, "kill -USR1 $$")
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(timeout=30) == 75
+
+
 def test_without_configuration_prints_usage(fakes: Path) -> None:
     done = launch(SCRIPTS[0], fakes)
     assert done.returncode == 2
     assert done.stderr.startswith("usage:")
 
 
-def test_slurm_starts_one_torchrun_a_node(fakes: Path) -> None:
-    job = dict(SLURM_SUBMIT_DIR=str(ROOT), SLURM_JOB_NODELIST="node[7-8]", SLURM_JOB_ID="31", SLURM_JOB_NUM_NODES="2")
-    done = launch(SCRIPTS[1], fakes, "c.yaml", "--train.steps", "5", **job, SLURM_GPUS_ON_NODE="8")
+def test_slurm_checks_all_processes_and_starts_one_torchrun_a_node(fakes: Path, tmp_path: Path) -> None:
+    job = SLURM | {"SLURM_JOB_ID": "31", "SLURM_GPUS_ON_NODE": "8"}
+    done = launch(SCRIPTS[1], fakes, "c.yaml", "--train.steps", "5", **job)
     assert done.returncode == 0, done.stderr
-    words = " ".join(done.stdout.split())
-    assert words == (
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("srun --kill-on-bad-exit=1 --overcommit --ntasks 16 --ntasks-per-node 8 python")
+    assert lines[1] == "python -m megaponder train c.yaml --train.steps 5 --preflight"
+    assert lines[2].startswith("srun --kill-on-bad-exit=1 --ntasks 2 --ntasks-per-node 1 bash")
+    assert " ".join(lines[3:]) == (
         "rank=1 nodes=2 --nnodes 2 --node-rank 1 --master-addr node7 --master-port 20031 --nproc-per-node 8 "
         "-m -- megaponder train c.yaml --train.steps 5"
     )
+    assert not list(ROOT.glob(".megaponder-31.*"))
+
+
+def test_a_failed_preflight_ends_the_job(fakes: Path) -> None:
+    program(fakes, "python", 'echo 2 >> "$MEGAPONDER_EXIT_FILE"; exit 2')
+    done = launch(SCRIPTS[1], fakes, "c.yaml", SLURM_JOB_ID="32", **SLURM)
+    assert done.returncode == 2
+    assert "torchrun" not in done.stdout and "requeued" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "requeued"), [(75, 0, True), (69, 3, True), (75, 50, False), (2, 0, False), (1, 0, False)]
+)
+def test_the_exit_code_decides_about_the_queue(fakes: Path, code: int, restarts: int, requeued: bool) -> None:
+    program(fakes, "torchrun", f'echo {code} >> "$MEGAPONDER_EXIT_FILE"; exit 1')
+    job = SLURM | {"SLURM_JOB_ID": "33", "SLURM_RESTART_COUNT": str(restarts), "PREFLIGHT": "0"}
+    done = launch(SCRIPTS[1], fakes, "c.yaml", **job)
+    assert done.returncode == code, done.stderr
+    assert ("requeued 33" in done.stdout) is requeued
+
+
+def test_the_sign_before_the_limit_saves_and_requeues(fakes: Path) -> None:
+    process = begun(SCRIPTS[1], fakes, ":", SLURM_JOB_ID="34", PREFLIGHT="0", **SLURM)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGUSR1)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 75, err
+    assert "The time limit is near: saving." in out and "requeued 34" in out
+
+
+@pytest.mark.parametrize(
+    ("image", "words"),
+    [
+        ("registry/megaponder:1", "--container-image=registry/megaponder:1"),
+        ("/images/megaponder.sif", "apptainer exec --nv --bind /data:/data /images/megaponder.sif bash"),
+    ],
+)
+def test_a_container_by_option(fakes: Path, image: str, words: str) -> None:
+    program(fakes, "srun", 'echo "srun $*"')
+    job = SLURM | {"SLURM_JOB_ID": "35", "PREFLIGHT": "0", "CONTAINER": image, "CONTAINER_MOUNTS": "/data:/data"}
+    assert words in launch(SCRIPTS[1], fakes, "c.yaml", **job).stdout
 
 
 def test_slurm_script_outside_slurm_is_refused(fakes: Path) -> None:

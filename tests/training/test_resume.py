@@ -191,7 +191,8 @@ def test_kill_9_at_any_moment_loses_no_whole_checkpoint(base: Base, world: int):
 def test_a_signal_to_one_rank_saves_and_stops_all(base: Base, number: int):
     name = f"stopped-{number}"
     job = {"run": str(base.root / name), "data": base.data, "parallel__pipeline": 2}
-    _, output = run("run_and_signal", 2, at_step=5, number=number, rank=0, **job)
+    codes, output = run("run_and_signal", 2, at_step=5, number=number, rank=0, **job)
+    assert codes == [128 + number] * 2
     assert f"Stopped by {signal.Signals(number).name} after step 5; it is saved." in output
     assert list(folder.published(base.root / name / "checkpoints")) == [5, 3]
     run("run_train", 2, **job)

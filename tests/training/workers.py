@@ -34,11 +34,11 @@ def config(run: str, data: str, **changes: Any) -> RunConfig:
     return from_mapping(values)
 
 
-def run_train(**job: Any) -> None:
-    """Train once."""
+def run_train(**job: Any) -> int:
+    """Train once; the exit code."""
     from megaponder.training.loop import train
 
-    train(config(**job))
+    return train(config(**job))
 
 
 def run_many(jobs: list[dict[str, Any]]) -> None:
@@ -76,19 +76,19 @@ def _before_step(at_step: int, action: Any) -> None:
 
     original = module.optimizer_step
 
-    def wrapped(engine: Any, optimizer: Any, batches: Any, step: int, method_only: bool) -> Any:
+    def wrapped(engine: Any, optimizer: Any, batches: Any, step: int, *rest: Any) -> Any:
         if step == at_step:
             action(engine)
-        return original(engine, optimizer, batches, step, method_only)
+        return original(engine, optimizer, batches, step, *rest)
 
     module.optimizer_step = wrapped
 
 
-def run_and_signal(at_step: int, number: int, rank: int, **job: Any) -> None:
-    """Train, and let one rank get a signal inside a step."""
+def run_and_signal(at_step: int, number: int, rank: int, **job: Any) -> int:
+    """Train, and let one rank get a signal inside a step; the exit code."""
     if int(os.environ["RANK"]) == rank:
         _before_step(at_step, lambda _: os.kill(os.getpid(), number))
-    run_train(**job)
+    return run_train(**job)
 
 
 def run_with_nan(at_step: int, **job: Any) -> list[str]:

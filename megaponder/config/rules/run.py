@@ -36,6 +36,11 @@ RANGES: tuple[tuple[str, float, bool, float, bool], ...] = (
     ("checkpoint.every", 0, True, math.inf, False),
     ("checkpoint.keep_last", 1, True, math.inf, False),
     ("checkpoint.keep_every", 0, True, math.inf, False),
+    ("faults.spike_window", 4, True, math.inf, False),
+    ("faults.spike_sd", 0, False, math.inf, False),
+    ("faults.rollback_after", 0, True, math.inf, False),
+    ("faults.max_rollbacks", 1, True, math.inf, False),
+    ("faults.straggler_ratio", 1, True, math.inf, False),
     ("logging.every", 1, True, math.inf, False),
     ("logging.peak_tflops", 0, False, math.inf, False),
     ("train.steps", 1, True, math.inf, False),
@@ -127,6 +132,24 @@ def kept_checkpoints_are_written(c: Case) -> None:
         require(ok, "checkpoint.keep_every", p.keep_every, rule, f"the nearest is {near}")
 
 
+def rollback_follows_skips(c: Case) -> None:
+    """Going back happens after skipped steps, so some fault must lead to a skip; data are left out after going back."""
+    f = c.cfg.faults
+    rule = "no fault leads to a skipped step, and only skipped steps are counted"
+    skips = "skip" in (f.not_finite, f.spike)
+    require(f.rollback_after == 0 or skips, "faults.rollback_after", f.rollback_after, rule, "use faults.spike: skip")
+    rule = "data are left out only after going back to a checkpoint"
+    require(not f.skip_data or f.rollback_after > 0, "faults.skip_data", True, rule, "set faults.rollback_after: 3")
+
+
+def hangs_are_named_in_time(c: Case) -> None:
+    """The process groups' time-out ends the ranks, and after that nobody is left to name the stalled one."""
+    hang, limit = c.cfg.faults.hang_minutes, c.cfg.parallel.timeout_minutes
+    ok = hang is None or 0 < hang < limit
+    rule = f"it must be more than 0 and less than parallel.timeout_minutes = {limit:g}"
+    require(ok, "faults.hang_minutes", hang, rule, f"half of it is {limit / 2:g}")
+
+
 def load_can_be_used(c: Case) -> None:
     """Weights to start from are of no use where the run folder's own checkpoint is demanded."""
     p = c.cfg.checkpoint
@@ -151,6 +174,8 @@ RULES: tuple[Rule, ...] = (
     method_only_needs_parameters,
     warmup_and_decay_fit,
     kept_checkpoints_are_written,
+    rollback_follows_skips,
+    hangs_are_named_in_time,
     load_can_be_used,
     run_is_a_folder,
 )

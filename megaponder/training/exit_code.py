@@ -1,0 +1,49 @@
+"""The exit code of a job of many processes.
+
+torchrun turns every exit code of a rank into 1.  Where the launcher names a file in MEGAPONDER_EXIT_FILE, every rank
+appends its own there, if it is not 0, and the lowest is the job's: a user's mistake (2) beats a lost rank (69), which
+beats a request to start again (75).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from megaponder.errors import UserError
+
+
+def note(code: int) -> None:
+    """Append this rank's exit code."""
+    path = os.environ.get("MEGAPONDER_EXIT_FILE")
+    if path and code:
+        with contextlib.suppress(OSError), Path(path).open("a") as file:
+            file.write(f"{code}\n")
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[None]:
+    """Notes the exit code of whatever ends the block early."""
+    try:
+        yield
+    except UserError as error:
+        note(error.exit_code)
+        raise
+    except KeyboardInterrupt:
+        note(130)
+        raise
+    except BaseException:
+        note(1)
+        raise
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once: communicators and threads of a broken job may never come to an end by themselves."""
+    note(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,171 @@
+"""Signs of life: every rank says where it is, and a rank that gets nowhere finds out which one holds all up.
+
+A thread of each rank writes `<run>/ranks/00003.json` (host, process, step, phase) a few times per `limit`.  When its
+own rank has not moved for `limit`, it writes the stacks of its threads to `<run>/stacks/00003.txt` and reads the files
+of the others: a rank whose file is old is frozen or dead; else the one that is furthest behind is the one waited for.
+Files instead of a store, because a store dies with, or freezes with, the rank that hosts it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import shutil
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+
+from megaponder.errors import LOST, LostRank
+from megaponder.training import record
+from megaponder.training.ranks import on_first_rank
+
+PHASES = ("start", "data", "agree", "forward_backward", "optimizer", "evaluate", "save")
+"""In the order in which a step goes through them; in agree the ranks ask each other whether to stop."""
+MISSED = 3
+"""Beats without a sign of life after which a rank counts as frozen or dead."""
+
+
+class Heartbeat:
+    """Tells and watches while in use (a context manager).  All ranks enter it together.
+
+    `limit`: seconds without progress after which the stalled rank is named; `deadline`: after which, if a rank is
+    frozen or dead, this one ends too instead of waiting for it.
+    """
+
+    def __init__(self, run: Path, limit: float, deadline: float):
+        self.folder, self.stacks, self.record = run / "ranks", run / "stacks", run / "faults.jsonl"
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.limit, self.deadline, self.beat = limit, deadline, min(30.0, limit / (2 * MISSED))
+        self._now: tuple[int, str, float] = (0, "start", time.monotonic())
+        self._reported: tuple[int, str, float] | None = None
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
+
+    def enter(self, phase: str, step: int | None = None) -> None:
+        """This rank moves on to a phase, of the same step unless another is given."""
+        self._now = (self._now[0] if step is None else step, phase, time.monotonic())
+
+    def __enter__(self) -> Heartbeat:
+        on_first_rank(lambda: shutil.rmtree(self.folder, ignore_errors=True))  # of an earlier start
+        self._write()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Turns the error of a lost connection into a sentence."""
+        self._end.set()
+        self._thread.join()
+        if error is not None and _is_lost_connection(error):
+            step, phase, _ = self._now
+            end = time.monotonic() + 2  # a dying process closes its connections a moment before it is gone
+            while time.monotonic() < end and not any(r["gone"] for r in self._ranks()):
+                time.sleep(0.1)
+            raise LostRank(f"Rank {self.rank} lost another rank in {phase} of step {step}: {self.blame()}.") from error
+
+    def blame(self) -> str:
+        """The rank that holds all up, or is gone, in words without a full stop."""
+        ranks = self._ranks()
+        gone = [r for r in ranks if r["gone"]]
+        if gone:
+            return "; ".join(_words(r) for r in gone)
+        order = {(r["step"], PHASES.index(r["phase"])) for r in ranks}
+        step, phase = min(order)
+        if len(order) == 1:
+            return f"all {self.world} ranks are in {PHASES[phase]} of step {step} and show signs of life"
+        last = [r for r in ranks if (r["step"], r["phase"]) == (step, PHASES[phase])]
+        return "the others wait for " + "; ".join(_words(r) for r in last)
+
+    def _watch(self) -> None:
+        while not self._end.wait(self.beat):
+            with contextlib.suppress(OSError):  # a full disk: the training loop says so
+                self._write()
+                since = time.monotonic() - self._now[2]
+                if since > self.limit and self._reported != self._now:
+                    self._reported = self._now
+                    self._report(since)
+                if since > self.deadline and any(r["gone"] for r in self._ranks()):
+                    self._give_up()
+
+    def _report(self, since: float) -> None:
+        self.stacks.mkdir(parents=True, exist_ok=True)
+        with (self.stacks / f"{self.rank:05d}.txt").open("w") as file:
+            print(f"rank {self.rank}: {self._now[1]} of step {self._now[0]} for {since:.0f} s", file=file, flush=True)
+            faulthandler.dump_traceback(file, all_threads=True)
+        if self.rank == min((r["rank"] for r in self._ranks() if not r["gone"]), default=0):
+            blame = self.blame()
+            record.write(self.record, "hang", step=self._now[0], blame=blame)
+            print(
+                f"warning: no progress for {since:.0f} s: {blame}. Stacks of the ranks: {self.stacks}",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+
+    def _give_up(self) -> None:
+        """The main thread may be inside a collective that nothing can end, so no exception would reach it."""
+        from megaponder.training.exit_code import leave
+
+        step, phase, _ = self._now
+        print(f"error: Rank {self.rank} waits in {phase} of step {step}: {self.blame()}.", file=sys.stderr, flush=True)
+        leave(LOST)
+
+    def _path(self, rank: int) -> Path:
+        return self.folder / f"{rank:05d}.json"
+
+    def _write(self) -> None:
+        step, phase, _ = self._now
+        me = {"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid(), "step": step, "phase": phase}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        temporary = self._path(self.rank).with_suffix(".tmp")
+        temporary.write_text(json.dumps(me))
+        temporary.replace(self._path(self.rank))
+
+    def _ranks(self) -> list[dict[str, Any]]:
+        """What every rank last said, with its age by the file system's own clock."""
+        self._write()
+        now = self._path(self.rank).stat().st_mtime
+        found = []
+        for rank in range(self.world):
+            try:
+                said = json.loads(self._path(rank).read_text())
+                said["age"] = now - self._path(rank).stat().st_mtime
+            except (OSError, ValueError):
+                said = {"rank": rank, "host": "?", "pid": 0, "step": 0, "phase": "start", "age": float("inf")}
+            said["dead"] = said["host"] == socket.gethostname() and not _runs(said["pid"])
+            said["gone"] = said["dead"] or said["age"] > MISSED * self.beat
+            found.append(said)
+        return found
+
+
+def _words(said: dict[str, Any]) -> str:
+    where = f"rank {said['rank']} on {said['host']}, in {said['phase']} of step {said['step']}"
+    if said["age"] == float("inf"):
+        return f"rank {said['rank']}, which has given no sign of life yet"
+    if said["dead"]:
+        return f"{where}, has ended"
+    return f"{where}, gives no sign of life for {said['age']:.0f} s" if said["gone"] else where
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    """Whether a collective failed because of another process; gloo raises plain RuntimeErrors."""
+    text = str(error)
+    signs = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL", "timed out", "Timed out")
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(sign in text for sign in signs)
+    )

@@ -1,0 +1,230 @@
+"""Checks before a long run: every process reports what it sees, and rank 0 says what is absent or different.
+
+The reports meet in a TCP store on CPUs, so that a broken GPU, a missing node or another library version ends in a
+sentence within `DEADLINE` instead of in a collective that never completes.  No process group is made.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import socket
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megaponder import __version__
+from megaponder.config import launcher
+from megaponder.config.launcher import Place
+from megaponder.config.load import to_mapping
+from megaponder.config.schema import RunConfig
+from megaponder.errors import UserError
+from megaponder.plan.parameters import model_parameters
+from megaponder.training import setup
+
+DEADLINE = 45.0
+"""Seconds for all reports to arrive."""
+SAME = (
+    "megaponder", "python", "torch", "cuda", "nccl", "driver", "megatron-core", "transformer-engine", "gpu", "gpus",
+    "configuration", "data",
+)  # fmt: skip
+"""Facts that must be those of all ranks."""
+Report = dict[str, Any]
+
+
+def preflight(cfg: RunConfig, deadline: float = DEADLINE) -> None:
+    """Check all processes of the job; rank 0 prints what they are.  The same UserError on all of them if not."""
+    here, begin = launcher.adopt(), time.monotonic()
+    store = _connect(here, deadline)
+    try:
+        cfg = setup.complete(cfg)
+        report = look(cfg, here) | {"error": None}
+    except UserError as error:  # one rank alone may have it; all must hear of it
+        report = look(cfg, here) | {"error": str(error)}
+    store.set(f"report/{here.rank}", json.dumps(report))
+    if here.rank == 0:
+        lines, problem = conclude(_collect(store, here.world_size, begin + deadline), here.world_size, deadline)
+        store.set("verdict", json.dumps(problem))
+        print("\n".join(lines), flush=True)
+    else:
+        try:
+            store.wait(["verdict"], datetime.timedelta(seconds=deadline + 10))
+            problem = json.loads(store.get("verdict"))
+        except (dist.DistError, RuntimeError):
+            raise UserError(f"Rank {here.rank} on {socket.gethostname()} lost rank 0 during the pre-flight.") from None
+    if here.rank != 0:  # rank 0 must not take the store away before the others have read it
+        store.add("read", 1)
+    else:
+        end = time.monotonic() + 5
+        while store.add("read", 0) < here.world_size - 1 and time.monotonic() < end:
+            time.sleep(0.05)
+    if problem is not None:
+        raise UserError(problem)
+
+
+def look(cfg: RunConfig, here: Place) -> Report:
+    """What this process sees of itself and its node."""
+    cuda = torch.cuda.is_available() and torch.version.cuda is not None
+    folder = _existing(Path(cfg.run))
+    return {
+        "host": socket.gethostname(),
+        "rank": here.rank,
+        "local_rank": here.local_rank,
+        "world_size": here.world_size,
+        "device": f"cuda:{here.local_rank}" if cuda else "cpu",
+        "gpus": torch.cuda.device_count() if cuda else 0,
+        "gpu": torch.cuda.get_device_name(0) if cuda else "none",
+        "driver": _driver(),
+        "cuda": torch.version.cuda or "none",
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else "none",
+        "python": platform.python_version(),
+        "megaponder": __version__,
+        "torch": torch.__version__,
+        "megatron-core": _version("megatron-core"),
+        "transformer-engine": _version("transformer-engine"),
+        "configuration": _digest(to_mapping(cfg)),
+        "data": _digest([_size(str(path)) for path in (*cfg.data.train, *cfg.data.valid) if isinstance(path, str)]),
+        "free": shutil.disk_usage(folder).free,
+        "checkpoint": _checkpoint_bytes(cfg),
+        "folder": str(folder),
+        "writable": os.access(folder, os.W_OK),
+    }
+
+
+def conclude(reports: dict[int, Report], world: int, deadline: float) -> tuple[list[str], str | None]:
+    """Lines about the nodes, and the first problem in a sentence (None: all is well)."""
+    hosts: dict[str, list[int]] = {}
+    for rank, report in sorted(reports.items()):
+        hosts.setdefault(report["host"], []).append(rank)
+    lines = []
+    for host, ranks in hosts.items():
+        r = reports[ranks[0]]
+        gpus = f"{r['gpus']} x {r['gpu']}, driver {r['driver']}" if r["gpus"] else "no GPU"
+        lines.append(f"{host}: ranks {_ranges(ranks)}; {gpus}; torch {r['torch']}; {r['free'] / 1e9:.1f} GB free")
+    lines.append(f"{len(reports)} of {world} ranks on {len(hosts)} nodes have reported.")
+    return lines, _problem(reports, hosts, world, deadline)
+
+
+def _problem(reports: dict[int, Report], hosts: dict[str, list[int]], world: int, deadline: float) -> str | None:
+    absent = [rank for rank in range(world) if rank not in reports]
+    if absent:
+        known = "; ".join(f"{host} has ranks {_ranges(ranks)}" for host, ranks in hosts.items())
+        return (
+            f"Rank{'s' if len(absent) > 1 else ''} {_ranges(absent)} of {world} did not report within {deadline:g} s "
+            f"({known}); look for a node whose processes did not start or that cannot reach rank 0."
+        )
+    for rank, r in sorted(reports.items()):
+        where = f"Rank {rank} on {r['host']}"
+        if r["error"]:
+            return f"{where}: {r['error']}"
+        if r["world_size"] != world:
+            return f"{where} believes that there are {r['world_size']} processes, rank 0 that there are {world}."
+        if r["gpus"] and r["local_rank"] >= r["gpus"]:
+            return f"{where} has local rank {r['local_rank']} but sees {r['gpus']} GPUs: start one process a GPU."
+        if not r["writable"]:
+            return f"{where} may not write to {r['folder']}, where the run folder is to be."
+        if r["checkpoint"] and r["free"] < r["checkpoint"]:
+            need, free = r["checkpoint"] / 1e9, r["free"] / 1e9
+            return f"{where} sees {free:.1f} GB free in {r['folder']}; a checkpoint needs about {need:.1f} GB."
+    for fact in SAME:
+        values = Counter(str(r[fact]) for r in reports.values())
+        if len(values) > 1:
+            common = values.most_common(1)[0][0]
+            odd = {rank: r for rank, r in sorted(reports.items()) if str(r[fact]) != common}
+            rank, r = next(iter(odd.items()))
+            return (
+                f"Rank{'s' if len(odd) > 1 else ''} {_ranges(list(odd))} differ{'' if len(odd) > 1 else 's'} from the "
+                f"others in {fact}: {r[fact]} on {r['host']}, {common} elsewhere."
+            )
+    return None
+
+
+def _connect(here: Place, deadline: float) -> Any:
+    """A store that all ranks reach: torchrun's own, or one on rank 0."""
+    if here.launcher == "none":
+        return dist.HashStore()
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if not address or not port.isdecimal():
+        raise UserError("Environment variables MASTER_ADDR and MASTER_PORT are not set: the launcher must set them.")
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        store = dist.TCPStore(
+            address, int(port), is_master=here.rank == 0 and not hosted, wait_for_workers=False,
+            timeout=datetime.timedelta(seconds=deadline),
+        )  # fmt: skip
+    except (dist.DistError, RuntimeError) as error:
+        raise UserError(
+            f"Rank {here.rank} on {socket.gethostname()} cannot reach {address}:{port} within {deadline:g} s "
+            f"({str(error).splitlines()[0]}); rank 0 has not started, or a firewall is in between."
+        ) from None
+    return dist.PrefixStore("preflight", store)
+
+
+def _collect(store: Any, world: int, end: float) -> dict[int, Report]:
+    """Reports by rank, as many as arrive until `end`."""
+    reports: dict[int, Report] = {}
+    while len(reports) < world and time.monotonic() < end:
+        for rank in set(range(world)) - set(reports):
+            if store.check([f"report/{rank}"]):
+                reports[rank] = json.loads(store.get(f"report/{rank}"))
+        time.sleep(0.05)
+    return reports
+
+
+def _checkpoint_bytes(cfg: RunConfig) -> int:
+    """About what a checkpoint takes: parameters and two moments, and masters beside BF16 parameters."""
+    if cfg.model.vocab_size is None or cfg.model.num_layers is None:
+        return 0
+    return model_parameters(cfg).total * (14 if cfg.precision.dtype == "bf16" else 12)
+
+
+def _existing(path: Path) -> Path:
+    """The folder itself or the nearest one above it that is there."""
+    path = path.absolute()
+    while not path.is_dir():
+        path = path.parent
+    return path
+
+
+def _size(prefix: str) -> list[Any]:
+    files = [Path(f"{prefix}{end}") for end in (".bin", ".idx")]
+    return [prefix, *(f.stat().st_size if f.exists() else None for f in files)]
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _driver() -> str:
+    """Version of the NVIDIA kernel driver, as Linux tells it."""
+    try:
+        return Path("/sys/module/nvidia/version").read_text().strip()
+    except OSError:
+        return "none"
+
+
+def _ranges(ranks: list[int]) -> str:
+    """[0, 1, 2, 5] -> 0 to 2, 5."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    return ", ".join(f"{p[0]}" if len(p) == 1 else f"{p[0]} to {p[-1]}" for p in parts)

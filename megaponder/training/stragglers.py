@@ -1,0 +1,66 @@
+"""Which node is slower than the others: each rank's own time, exchanged where a row is written.
+
+In synchronous training every rank needs the same time for a step, because it waits for the slowest.  A rank's own time
+is what it needs before it first waits for its data-parallel peers: reading its data, and forward and backward up to the
+reduction of gradients.  Ranks of one pipeline or tensor group wait for each other inside it, so they are slow together.
+"""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+
+class Stragglers:
+    """Sums this rank's own time and compares the means of all nodes, or of all ranks where there is one node."""
+
+    def __init__(self, ratio: float, device: torch.device):
+        self.ratio, self.device = ratio, device
+        hosts: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(hosts, socket.gethostname())
+        several = len(set(hosts)) > 1
+        self.places = [host if several else f"rank {rank}" for rank, host in enumerate(hosts)]
+        self._seconds, self._steps = [0.0, 0.0], 0
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Time spent inside is waiting for data."""
+        begin = time.perf_counter()
+        yield
+        self._seconds[0] += time.perf_counter() - begin
+
+    def computed(self, seconds: float) -> None:
+        """A step is done whose own computation took this long."""
+        self._seconds[1] += seconds
+        self._steps += 1
+
+    def report(self) -> str | None:
+        """A sentence about the slowest node, if it is slow; begins a new interval.  A collective."""
+        mine = torch.tensor(self._seconds, dtype=torch.float64, device=self.device) / max(1, self._steps)
+        self._seconds, self._steps = [0.0, 0.0], 0
+        every = [torch.zeros_like(mine) for _ in self.places]
+        dist.all_gather(every, mine)
+        return slowest(self.places, [t.tolist() for t in every], self.ratio)
+
+
+def slowest(places: list[str], seconds: list[list[float]], ratio: float) -> str | None:
+    """The sentence for (data, compute) seconds of every rank; a node is as slow as its slowest rank."""
+    by_place: dict[str, list[float]] = {}
+    for place, own in zip(places, seconds, strict=True):
+        by_place[place] = max(by_place.get(place, own), own, key=sum)
+    times = {place: sum(own) for place, own in by_place.items()}
+    worst = max(times, key=lambda place: times[place])
+    others = statistics.median(time for place, time in times.items() if place != worst) if len(times) > 1 else 0.0
+    if others == 0.0 or times[worst] < ratio * others:
+        return None
+    data, compute = by_place[worst]
+    return (
+        f"{worst} is slow: {times[worst]:.3g} s a step of its own (data {data:.3g}, compute {compute:.3g}), "
+        f"{times[worst] / others:.2f} times the median of the others."
+    )

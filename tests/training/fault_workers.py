@@ -1,0 +1,261 @@
+"""What the tests of faults run inside worker processes: jobs in which something goes wrong at a chosen moment."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megaponder.errors import UserError
+from tests.training.workers import config
+
+Fault = Callable[[Any, int, Any], Any]
+"""(engine, step, output of the step) -> output; may spoil gradients, which lie in the engine's main_grad."""
+_undo: list[Callable[[], None]] = []
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    original = getattr(owner, name)
+    _undo.append(lambda: setattr(owner, name, original))
+    setattr(owner, name, value)
+
+
+def _in_training(fault: Fault, steps: set[int], times: int = 1) -> None:
+    """Let a fault happen in these steps, each the first `times` that it is reached."""
+    from megaponder.engine.step import Engine
+
+    original, seen = Engine.forward_backward, dict.fromkeys(steps, 0)
+
+    def forward_backward(self: Any, batches: Any, step: int, train: bool) -> Any:
+        out = original(self, batches, step, train)
+        if train and step in seen and seen[step] < times:
+            seen[step] += 1
+            out = fault(self, step, out)
+        return out
+
+    _replace(Engine, "forward_backward", forward_backward)
+
+
+def nan_gradient(engine: Any, step: int, out: Any) -> Any:
+    """One number of one rank's gradients is NaN."""
+    if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+        for parameter in engine.stage.parameters():
+            parameter.main_grad.view(-1)[0] = float("nan")
+    return out
+
+
+def spike(engine: Any, step: int, out: Any) -> Any:
+    """The loss is a hundred times what it was."""
+    out.loss *= 100
+    return out
+
+
+def _memory(engine: Any, optimizer: Any) -> dict[str, Any]:
+    """Copies of all parameters, moments, masters and counts."""
+    from megaponder.checkpoint import moments
+
+    found = {f"p.{n}": p.detach().clone() for n, p in engine.stage.named_parameters()}
+    for i, part in enumerate(moments.parts(optimizer)):
+        for j, state in enumerate(part.optimizer.state.values()):
+            found |= {f"{i}.{j}.{n}": t.clone() if hasattr(t, "clone") else t for n, t in state.items()}
+        for j, p in enumerate(p for g in part.optimizer.param_groups for p in g["params"]):
+            found[f"{i}.{j}.held"] = p.detach().clone()
+        found[f"{i}.count"] = [g.get("step") for g in part.optimizer.param_groups]
+    return found
+
+
+def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Names of what is not equal bit for bit."""
+    import torch
+
+    equal = {n: torch.equal(v, after[n]) if torch.is_tensor(v) else v == after[n] for n, v in before.items()}
+    return [name for name, same in equal.items() if not same]
+
+
+def _watch_memory(steps: set[int], found: dict[int, dict[str, Any]]) -> None:
+    """Remember everything that a step could change, right before these steps' updates."""
+    from megaponder.training import run as module
+
+    original = module.optimizer_step
+
+    def optimizer_step(engine: Any, optimizer: Any, batches: Any, step: int, *rest: Any) -> Any:
+        if step in steps:
+            with module.whole_parameters(engine):
+                found[step] = _memory(engine, optimizer)
+        return original(engine, optimizer, batches, step, *rest)
+
+    _replace(module, "optimizer_step", optimizer_step)
+
+
+def _at_evaluation(number: int) -> None:
+    """A signal arrives while the first batch of an evaluation is computed."""
+    from megaponder.engine.step import Engine
+
+    original = Engine.forward_backward
+
+    def forward_backward(self: Any, batches: Any, step: int, train: bool) -> Any:
+        if not train:
+            os.kill(os.getpid(), number)
+        return original(self, batches, step, train)
+
+    _replace(Engine, "forward_backward", forward_backward)
+
+
+def _stall(first: int, seconds: float, number: int = 0) -> None:
+    """Storage stalls when the batch that begins with sequence `first` is read; a signal arrives meanwhile."""
+    from megaponder.data.stream import SampleStream
+
+    original = SampleStream.sequence
+
+    def sequence(self: Any, index: int) -> Any:
+        if index == first and self.field == "data.train":
+            if number:
+                threading.Timer(2.0, lambda: os.kill(os.getpid(), number)).start()
+            time.sleep(seconds)
+        return original(self, index)
+
+    _replace(SampleStream, "sequence", sequence)
+
+
+def _full_disk(engine: Any, step: int, out: Any) -> Any:
+    """From now on no file of this process and its children may grow beyond 60 kB."""
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))
+    _undo.append(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard)))
+    return out
+
+
+def _train(job: dict[str, Any]) -> Any:
+    """The exit code, or the sentence of a UserError."""
+    from megaponder.engine import groups as process_groups
+    from megaponder.training import setup
+
+    print(f"== {job['run']}", flush=True)
+    try:
+        cfg = setup.complete(config(**job))
+        groups = process_groups.init(cfg)
+        from megaponder.training.run import run
+
+        return run(cfg, groups)
+    except UserError as error:
+        return str(error)
+    finally:
+        while _undo:
+            _undo.pop()()
+
+
+def one_process(root: str, data: str) -> dict[str, Any]:
+    """All faults that one process can have, one run after another; exit code or sentence of each."""
+    results: dict[str, Any] = {}
+    skip = {"faults__not_finite": "skip"}
+    back = skip | {"faults__rollback_after": 2}
+
+    def job(name: str, **changes: Any) -> None:
+        results[name] = _train({"run": f"{root}/{name}", "data": data} | changes)
+
+    _in_training(nan_gradient, {5, 6})
+    job("rolled-back", **back)
+    _in_training(nan_gradient, {5, 6})
+    job("left-out", **back, faults__skip_data=True, train__steps=7)
+    for step in (6, 7):  # a later start, from before the window
+        shutil.rmtree(f"{root}/left-out/checkpoints/step_{step:08d}")
+    job("left-out", **back, faults__skip_data=True)
+    _in_training(nan_gradient, {5, 6}, times=9)
+    job("in-vain", **back, faults__max_rollbacks=1)
+    _in_training(spike, {6})
+    spikes = {"faults__spike": "skip", "faults__spike_window": 8, "faults__spike_sd": 8.0, "checkpoint__every": 6}
+    job("spike", **spikes)
+    job("spike", **spikes, train__steps=9)
+    _at_evaluation(signal.SIGUSR1)
+    job("evaluation")
+    results["evaluation-first"] = results["evaluation"]
+    job("evaluation")
+    _stall(16, 1000, signal.SIGUSR2)  # far longer than the test may take
+    job("stall", train__eval_batches=0)
+
+    def stop_file(engine: Any, step: int, out: Any) -> Any:
+        Path(root, "stop-file", "STOP").touch()
+        return out
+
+    _in_training(stop_file, {5})
+    job("stop-file")
+    _in_training(_full_disk, {5})
+    job("full-disk")
+    return results
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "pp2": {"parallel__pipeline": 2},
+    "bf16": {"precision__dtype": "bf16"},
+    "distopt-overlap": {
+        "parallel__distributed_optimizer": True, "parallel__overlap_grad_reduce": True,
+        "parallel__overlap_param_gather": True,
+    },
+}  # fmt: skip
+
+
+def two_processes(root: str, data: str) -> dict[str, Any]:
+    """Skipped steps on each layout (names of what the step has changed), a slow rank and a stalled one."""
+    from megaponder.training import setup
+
+    last = os.environ["RANK"] == "1"
+    results: dict[str, Any] = {}
+    for name, changes in LAYOUTS.items():
+        found: dict[int, dict[str, Any]] = {}
+        _in_training(nan_gradient, {3})
+        _watch_memory({3, 4, 5}, found)
+        job = {"run": f"{root}/skip-{name}", "data": data, "faults__not_finite": "skip", "train__steps": 5} | changes
+        results[f"skip-{name}"] = _train(job)
+        for step in (3, 4):
+            results[f"changed-{name}-{step}"] = _changes(found[step], found[step + 1])
+
+    if last:
+        from megaponder.engine import step as module
+
+        original = module._forward
+        _replace(module, "_forward", lambda *a: (time.sleep(1.0), original(*a))[1])
+    results["slow"] = _train({"run": f"{root}/slow", "data": data, "train__steps": 3, "train__eval_batches": 0})
+    _replace(setup, "patience", lambda cfg: (6.0, 1000.0))
+    if last:
+        _stall(9, 16)
+    results["stalled"] = _train({"run": f"{root}/stalled", "data": data, "train__steps": 3, "train__eval_batches": 0})
+    return results
+
+
+def command(hang: float, deadline: float, **job: Any) -> None:
+    """`megaponder train` on a job, with other patience; ends with its exit code."""
+    import sys
+
+    from megaponder.cli.main import main
+    from megaponder.config.load import dump
+    from megaponder.training import setup
+
+    setup.patience = lambda cfg: (hang, deadline)  # type: ignore[assignment]
+    path = f"{job['run']}-{os.environ['RANK']}.yaml"
+    os.environ["MEGAPONDER_EXIT_FILE"] = f"{job['run']}.exit"
+    dump(config(**job), path)
+    sys.exit(main(["train", path]))
+
+
+def checks_before(ports: list[int], **job: Any) -> list[str | None]:
+    """Pre-flights of two processes: all well; another configuration on rank 1; no rank 1 at all.  The sentences."""
+    from megaponder.training.preflight import preflight
+
+    sentences: list[str | None] = []
+    other = {"optimizer__lr": 0.5} if os.environ["RANK"] == "1" else {}
+    for port, changes, deadline in zip(ports, ({}, other, {}), (300.0, 300.0, 3.0), strict=True):
+        if deadline < 100 and os.environ["RANK"] == "1":
+            break
+        os.environ["MASTER_PORT"] = str(port)
+        try:
+            preflight(config(**job | changes), deadline)
+            sentences.append(None)
+        except UserError as error:
+            sentences.append(str(error))
+    return sentences

@@ -1,0 +1,215 @@
+"""Faults, injected one by one: what the run says, what it keeps, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaponder.checkpoint import folder, manifest
+from megaponder.checkpoint.state import load_state
+from megaponder.monitor.jsonl import read
+from megaponder.training.faults import is_spike
+from megaponder.training.record import past
+from megaponder.training.stragglers import slowest
+from tests.distributed import Workers, free_port
+from tests.training.conftest import Base
+
+HERE = "tests.training.fault_workers"
+
+
+def run(target: str, world: int, **args: Any) -> tuple[list[Any], str]:
+    workers = Workers(f"{HERE}:{target}", world, args)
+    try:
+        return workers.wait(1500), "".join(workers.output(r) for r in range(world))
+    finally:
+        workers.kill()
+
+
+@pytest.fixture(scope="module")
+def one(base: Base) -> tuple[dict[str, Any], dict[str, str]]:
+    """Results and printed text of every job of `one_process`."""
+    (results,), output = run("one_process", 1, root=str(base.root / "one"), data=base.data)
+    texts: dict[str, str] = {}
+    for part in output.split("== ")[1:]:
+        path, _, text = part.partition("\n")
+        name = path.rpartition("/")[2]
+        texts[name] = texts.get(name, "") + text
+    return results, texts
+
+
+def events(run: Path) -> list[dict[str, Any]]:
+    return read(run / "faults.jsonl")
+
+
+def steps(run: Path) -> list[int]:
+    """Published checkpoints, all of which must be whole."""
+    found = folder.published(run / "checkpoints")
+    assert all(manifest.damage(path) is None for path in found.values())
+    return list(found)
+
+
+def test_a_rolled_back_run_is_one_that_never_failed(base: Base, one: Any) -> None:
+    results, texts = one
+    assert results["rolled-back"] == 0
+    assert "Step 5 is skipped: its gradient norm is nan. Skipped so far: 1." in texts["rolled-back"]
+    assert "Steps 5 to 6 were skipped in a row: back to the checkpoint of step 3." in texts["rolled-back"]
+    rows = base.rows("one/rolled-back")
+    for key in ("loss", "grad_norm", "validation_loss", "learning_rate", "sequences"):
+        assert [rows[s].get(key) for s in rows] == [row.get(key) for row in base.rows().values()], key
+    found = events(base.root / "one" / "rolled-back")
+    assert [e["event"] for e in found] == ["skipped", "skipped", "rolled_back"]
+    assert found[0]["grad_norm"] is None and found[0]["sequences"] == [16, 20]
+    assert found[2]["sequences"] == [16, 24] and found[2]["to_step"] == 3
+
+
+def test_the_data_of_skipped_steps_are_left_out(base: Base, one: Any) -> None:
+    results, texts = one
+    assert results["left-out"] == 0
+    assert "sequences 16 to 23 are left out from now on" in texts["left-out"]
+    rows = base.rows("one/left-out")  # the later start, which went through the window once more
+    assert [rows[s]["sequences"] for s in (4, 5, 8)] == [16, 28, 40]
+    assert rows[4]["loss"] == base.rows()[4]["loss"]
+    assert load_state(folder.final(base.root / "one" / "left-out" / "checkpoints", 8))[0].sequences == 40
+
+
+def test_going_back_in_vain_ends(base: Base, one: Any) -> None:
+    sentence = one[0]["in-vain"]
+    assert "Steps 5 to 6 were skipped in a row" in sentence and "faults.max_rollbacks = 1" in sentence
+    assert "sequences 16 to 23" in sentence
+    assert steps(base.root / "one" / "in-vain") == [3]
+
+
+def test_a_spike_is_skipped_and_the_last_losses_survive_a_restart(base: Base, one: Any) -> None:
+    results, texts = one
+    assert results["spike"] == 0
+    assert "Step 6 is skipped: its loss" in texts["spike"] and "standard deviations above the mean" in texts["spike"]
+    run = base.root / "one" / "spike"
+    assert steps(run) == [9, 8], "none is written while a step is skipped"
+    before, after = (load_state(folder.final(run / "checkpoints", step))[0] for step in (8, 9))
+    assert before.skipped == after.skipped == 1 and before.updates == 7
+    assert after.losses[:-1] == before.losses[-7:] and len(after.norms) == 8
+
+
+def test_a_signal_in_an_evaluation_saves(base: Base, one: Any) -> None:
+    results, texts = one
+    assert "Stopped by SIGUSR1 after step 4; it is saved." in texts["evaluation"]
+    assert results["evaluation-first"] == 75 and results["evaluation"] == 0
+    assert base.rows("one/evaluation")[8]["loss"] == base.rows()[8]["loss"]
+
+
+def test_a_signal_while_data_stall_saves(base: Base, one: Any) -> None:
+    assert one[0]["stall"] == 75 and "Stopped by SIGUSR2 after step 4" in one[1]["stall"]
+    assert steps(base.root / "one" / "stall")[0] == 4
+
+
+def test_the_stop_file_saves_and_is_removed(base: Base, one: Any) -> None:
+    run = base.root / "one" / "stop-file"
+    assert one[0]["stop-file"] == 0 and "Stopped by the file STOP after step 5" in one[1]["stop-file"]
+    assert steps(run) == [5, 3] and not (run / "STOP").exists()
+
+
+def test_a_full_disk_is_a_sentence(base: Base, one: Any) -> None:
+    assert "The checkpoint could not be written to" in one[0]["full-disk"], one
+    assert "earlier ones are whole" in one[0]["full-disk"] and "Traceback" not in one[1]["full-disk"]
+    assert steps(base.root / "one" / "full-disk") == [3]
+
+
+@pytest.fixture(scope="module")
+def two(base: Base) -> tuple[list[dict[str, Any]], str]:
+    return run("two_processes", 2, root=str(base.root / "two"), data=base.data)
+
+
+@pytest.mark.parametrize("layout", ["pp2", "bf16", "distopt-overlap"])
+def test_a_skipped_step_changes_no_bit_on_any_rank(two: Any, layout: str) -> None:
+    for results in two[0]:
+        assert results[f"skip-{layout}"] == 0
+        assert results[f"changed-{layout}-3"] == []
+        assert results[f"changed-{layout}-4"], "the next step is taken"
+
+
+def test_a_slow_rank_is_reported(two: Any) -> None:
+    assert "warning: rank 1 is slow: " in two[1] and "times the median of the others" in two[1]
+
+
+def test_the_rank_that_the_others_wait_for_is_named(base: Base, two: Any) -> None:
+    assert [r["stalled"] for r in two[0]] == [0, 0], "it was only slow: nobody ends"
+    line = next(x for x in two[1].splitlines() if x.startswith("warning: no progress"))
+    assert "the others wait for rank 1 on " in line and ", in data of step 3" in line
+    stacks = [(base.root / "two" / "stalled" / "stacks" / f"0000{r}.txt").read_text() for r in (0, 1)]
+    assert "agreed" in stacks[0] and "wait" in stacks[1]
+    assert [e["event"] for e in events(base.root / "two" / "stalled")] == ["hang"]
+
+
+@pytest.mark.parametrize(("number", "words"), [(signal.SIGSTOP, "no sign of life for"), (signal.SIGKILL, "has ended")])
+def test_a_lost_rank_ends_the_others_with_a_sentence(base: Base, number: int, words: str) -> None:
+    path = base.root / f"lost-{number}"
+    job = {"run": str(path), "data": base.data, "train__steps": 100_000, "train__eval_batches": 0}
+    workers = Workers(f"{HERE}:command", 2, {"hang": 6.0, "deadline": 12.0, "checkpoint__every": 0} | job)
+    try:
+        _until(lambda: len(read(path / "metrics.jsonl")) > 2, 600, workers)
+        os.kill(workers.pids[1], number)
+        begin = time.monotonic()
+        _until(lambda: workers.poll()[0] is not None, 200, workers)
+        assert workers.poll()[0] == 69, workers.output()
+        said = workers.output(0)
+        assert "error: Rank 0 " in said and "rank 1 on " in said and words in said and "Traceback" not in said
+        assert (base.root / f"lost-{number}.exit").read_text() == "69\n"
+        if number == signal.SIGSTOP:
+            assert time.monotonic() - begin < 120
+            assert "warning: no progress" in said and (path / "stacks" / "00000.txt").exists()
+    finally:
+        workers.kill()
+
+
+def _until(holds: Any, seconds: float, workers: Workers) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, workers.output()
+        time.sleep(0.1)
+
+
+def test_spikes_and_windows() -> None:
+    level = [2.0, 2.1, 1.9, 2.0]
+    assert is_spike(2.6, level, 8, 6.0) and not is_spike(2.3, level, 8, 6.0)
+    assert not is_spike(99.0, level, 9, 6.0), "too few values to tell"
+    assert not is_spike(0.1, level, 8, 6.0), "only upwards"
+    begins = {first: past([(16, 24), (28, 30)], first, 4) for first in (8, 12, 13, 16, 23, 24, 25)}
+    assert begins == {8: 8, 12: 12, 13: 24, 16: 24, 23: 24, 24: 24, 25: 30}
+
+
+def test_stragglers_by_node() -> None:
+    places = ["a", "a", "b", "b", "c", "c"]
+    even = [[0.1, 1.0]] * 6
+    assert slowest(places, even, 1.25) is None
+    assert slowest(["a"], [[9.0, 9.0]], 1.25) is None
+    found = slowest(places, [*even[:3], [2.1, 1.0], *even[4:]], 1.25)
+    assert found is not None and found.startswith("b is slow: 3.1 s a step of its own (data 2.1, compute 1)")
+
+
+def test_the_record_is_plain_json(tmp_path: Path) -> None:
+    from megaponder.training.record import write
+
+    write(tmp_path / "faults.jsonl", "skipped", step=3, loss=float("inf"), grad_norm=1.5)
+    row = json.loads((tmp_path / "faults.jsonl").read_text())
+    assert row["loss"] is None and row["grad_norm"] == 1.5 and row["step"] == 3
+
+
+@pytest.fixture(scope="module")
+def before(base: Base) -> list[list[str | None]]:
+    ports = [free_port() for _ in range(3)]
+    job = {"run": str(base.root / "not-there"), "data": base.data}
+    results, output = run("checks_before", 2, ports=ports, **job)
+    assert "ranks 0 to 1; no GPU; torch" in output and "2 of 2 ranks on 1 nodes have reported." in output
+    return results
+
+
+def test_the_preflight_names_what_is_different_and_who_is_absent(before: list[list[str | None]]) -> None:
+    assert [r[0] for r in before] == [None, None]
+    assert before[0][1] == before[1][1] and "in configuration" in str(before[0][1])
+    assert str(before[0][2]).startswith("Rank 1 of 2 did not report within 3 s")
