@@ -13,6 +13,7 @@ from megaponder.data.stream import build_streams
 from megaponder.engine import depth
 from megaponder.engine.build import build_engine
 from megaponder.engine.groups import Groups
+from megaponder.monitor import identity
 from megaponder.monitor.monitor import Monitor
 from megaponder.monitor.row import Row
 from megaponder.ponder.settings import method_of
@@ -41,10 +42,11 @@ def run(cfg: RunConfig, groups: Groups) -> None:
         schedule = build_schedule(cfg.schedule, cfg.optimizer, total)
         monitor = Monitor(cfg, total, setup.costs(cfg, method, groups.world_size), groups.logs())
         state = begin(cfg, engine.stage, optimizer, monitor.say)
-        saver = Saver(Path(cfg.run) / "checkpoints", cfg, engine.stage, optimizer, newest=state.step)
+        checkpoints = Path(cfg.run) / "checkpoints"
+        saver = Saver(checkpoints, cfg, engine.stage, optimizer, newest=state.step, published=monitor.saved)
         on_first_rank(lambda: setup.write_config(cfg))
         stack.callback(monitor.close)
-        monitor.start(state.step, state.tokens)
+        monitor.start(state.step, state.tokens, on_first_rank(lambda: identity.start(Path(cfg.run))))
         if method_only(cfg, state.step + 1):
             last, name = cfg.train.method_only_steps, cfg.ponder.method
             monitor.say(f"Up to step {last} only the parameters of {name} itself change, then all of them.")
@@ -58,20 +60,24 @@ def run(cfg: RunConfig, groups: Groups) -> None:
             step, batch = state.step + 1, batch_at(cfg, state.sequences)
             lr = schedule(step)
             set_lr(optimizer, cfg, lr, step)
-            batches = streams.train.micro_batches(
-                state.sequences, batch, cfg.train.micro_batch, groups.dp_rank, groups.dp_size
-            )
+            with monitor.phases.phase("data"):
+                batches = streams.train.micro_batches(
+                    state.sequences, batch, cfg.train.micro_batch, groups.dp_rank, groups.dp_size
+                )
             try:
-                out, norm = optimizer_step(engine, optimizer, batches, step, method_only(cfg, step))
+                with monitor.phases.phase("optimizer"):
+                    out, norm = optimizer_step(engine, optimizer, batches, step, method_only(cfg, step))
             except NotFinite:
                 saver.wait()  # what was saved before it is sound
                 raise
+            monitor.stepped(step, out.seconds)
             state = state.after(batch, cfg.data.sequence_length)
             saver.poll()
 
             row = Row(step, state.sequences, state.tokens)
             if monitor.due(step):
                 row.values = {"loss": out.loss, "grad_norm": norm, "learning_rate": lr, "global_batch": batch}
+                row.values["passes"] = out.passes
                 row.values |= {"auxiliary_loss": out.aux} if out.aux else {}
                 row.stats = depth.metrics(out.stats, out.loss)
                 share = monitor.throughput.costs.needed_share(depth.active_shares(row.stats))
