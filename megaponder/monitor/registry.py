@@ -51,7 +51,8 @@ class Metric:
         """Names of its samples at /metrics."""
         if not self.prometheus:
             return ()
-        suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "summary": ("_sum", "_count")}
+        suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "summary": ("_sum", "_count"),
+                    "info": ("_info",)}  # fmt: skip
         return tuple(PREFIX + self.prometheus + s for s in suffixes.get(self.kind, ("",)))
 
 
