@@ -190,7 +190,8 @@ def build() -> Any:
 
 def text() -> str:
     """The file's content; what the SDK leaves open is left out, so that Grafana takes its own default."""
-    plain = json.loads(JSONEncoder().encode(build()), object_hook=lambda d: {k: v for k, v in d.items() if v is not None})
+    encoded = JSONEncoder().encode(build())
+    plain = json.loads(encoded, object_hook=lambda d: {k: v for k, v in d.items() if v is not None})
     return json.dumps(plain, sort_keys=True, indent=2) + "\n"
 
 

@@ -40,10 +40,8 @@ def of_run(run: Path) -> list[dict[str, Any]]:
         fix = f"did you mean {folder / close[0]}" if close else f"{folder} has {', '.join(there[:8]) or 'no run'}"
         raise UserError(f"{run}: there is no such run folder; {fix}.")
     if not (rows := read(run / NAME)):
-        raise UserError(
-            f"{run} has no metrics yet ({run / NAME} is {'empty' if (run / NAME).exists() else 'not there'}); the first "
-            "row comes after logging.every steps."
-        )
+        what = "empty" if (run / NAME).exists() else "not there"
+        raise UserError(f"{run} has no metrics yet ({run / NAME} is {what}); the first come after logging.every steps.")
     return rows
 
 

@@ -1,7 +1,7 @@
 """Where the time goes: seconds of each phase, by the host's clock.
 
-No phase makes the host wait for a GPU.  A step's loss is read by the host, so forward_backward holds the GPU's work; what
-the update still has in flight when the host goes on counts as time of the step, but of none of its phases.
+No phase makes the host wait for a GPU.  A step's loss is read by the host, so forward_backward holds the GPU's work;
+what the update still has in flight when the host goes on counts as time of the step, but of none of its phases.
 """
 
 from __future__ import annotations

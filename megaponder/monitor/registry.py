@@ -1,8 +1,8 @@
 """Every metric of a run, once: its name in metrics.jsonl, in the trackers, in Prometheus and on the console.
 
-A name with braces stands for a series of names: `active_pass{pass}` is active_pass0, active_pass1, ... in a row, and one
-Prometheus metric with the label `pass`.  Row names come without the `ponder_` that metrics.jsonl puts before statistics
-of the method.
+A name with braces stands for a series of names: `active_pass{pass}` is active_pass0, active_pass1, ... in a row, and
+one Prometheus metric with the label `pass`.  Row names come without the `ponder_` that metrics.jsonl puts before
+statistics of the method.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Events in <run>/tensorboard; after a resume, events beyond `step` are hidden (after a replay, all earlier ones)."""
+    """Events in <run>/tensorboard; after a resume, events beyond `step` are hidden, in a replay all of them."""
 
     def __init__(self, run: Path, step: int, replay: bool = False):
         from torch.utils.tensorboard import SummaryWriter

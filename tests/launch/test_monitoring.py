@@ -1,4 +1,4 @@
-"""Boards and alerts: they name what the code sets, and a real Prometheus that scrapes a real run answers their queries."""
+"""Boards and alerts: they name what the code sets, and a real Prometheus answers their queries about a run."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class Prometheus:
 
 @pytest.fixture(scope="module")
 def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Prometheus, Path, Workers]]:
-    """A Prometheus that has scraped a run for some seconds, the run's folder and its process, which is still at work."""
+    """A Prometheus that has scraped a run for some seconds, the run's folder and its process, still at work."""
     root, port = tmp_path_factory.mktemp("scraped"), free_port()
     datasets.write(root / "train", tokens=12 * 16 + 1, seed=1)
     datasets.write(root / "valid", tokens=200, seed=2)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megaponder.config.schema import CheckpointConfig, RunConfig
+from megaponder.config.schema import RunConfig
 from megaponder.engine import depth
 from megaponder.monitor import registry
 from megaponder.monitor.registry import METRICS
@@ -44,14 +44,13 @@ def test_a_row_finds_its_metric(metric: registry.Metric) -> None:
 
 
 def test_rows_survive_the_file_and_the_trackers_get_grouped_names() -> None:
-    row = Row(3, 12, 96, {"loss": 2.0, "total_steps": 9}, {"mean_depth": 1.5, "of_one_method": 4.0})
+    row = Row(3, 12, 96, {"loss": 2.0, "total_steps": 9}, {"mean_depth": 1.5, "odd": 4.0})
     assert from_flat(row.flat()) == row
-    assert row.tagged() == {"train/loss": 2.0, "train/tokens": 96, "ponder/mean_depth": 1.5, "ponder/of_one_method": 4.0}
+    assert row.tagged() == {"train/loss": 2.0, "train/tokens": 96, "ponder/mean_depth": 1.5, "ponder/odd": 4.0}
 
 
 def test_statistics_of_halting_are_in_the_registry() -> None:
-    deepest = 3
-    means = dict.fromkeys(depth.names(deepest), 0.0) | {"depth": 2.0, "depth_sq": 4.5, "at1": 0.25, "at2": 0.5, "at3": 0.25}
+    means = dict.fromkeys(depth.names(3), 0.0) | {"depth": 2.0, "depth_sq": 4.5, "at1": 0.25, "at2": 0.5, "at3": 0.25}
     means |= {"gate0/0": 0.2, "gate0/5": 0.5, "gate0/9": 0.3, "jacobi0": 0.01, "expected_depth": 2.2}
     found = depth.metrics(means, 3.0)
     assert found["gate0_saturation"] == pytest.approx(0.5) and "gate1_saturation" not in found
@@ -72,5 +71,5 @@ def test_the_documentation_lists_all() -> None:
     listed = set(re.findall(r"^\| `(megaponder_\w+)`", text, re.MULTILINE))
     suffix = {"counter": "_total", "info": "_info"}
     assert listed == {registry.PREFIX + m.prometheus + suffix.get(m.kind, "") for m in METRICS if m.prometheus}
-    fields = RunConfig(checkpoint=CheckpointConfig()).logging
+    fields = RunConfig().logging
     assert fields.prometheus_port == 0 and fields.prometheus_host == "127.0.0.1", "off, and for this machine alone"

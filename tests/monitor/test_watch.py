@@ -61,7 +61,7 @@ def test_blocks() -> None:
 def test_the_page_stands_alone(tmp_path: Path) -> None:
     run = write(tmp_path / "a<b", 300)
     text = page(overview(run), refresh=5)
-    assert '<meta http-equiv="refresh" content="5">' in text and "a&lt;b" in text and "<b" not in text.split("</title>")[0]
+    assert '<meta http-equiv="refresh" content="5">' in text and "<title>a&lt;b</title>" in text
     assert not any(word in text for word in ("http:", "https:", "<script", "<link", "src=", "url("))
     for svg in text.split("<svg")[1:]:
         ElementTree.fromstring("<svg" + svg.partition("</svg>")[0] + "</svg>")
@@ -81,7 +81,7 @@ def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
     write(tmp_path / "first", 10)
     (tmp_path / "empty").mkdir()
     for words, expected in (
-        (["watch", str(tmp_path / "frist")], f"did you mean {tmp_path / 'first'}"),
+        (["watch", str(tmp_path / "firrst")], f"did you mean {tmp_path / 'first'}"),
         (["watch", str(tmp_path / "empty")], "has no metrics yet"),
         (["watch", str(tmp_path / "first"), "--html", "none/x.html"], "there is no folder none"),
         (["watch", str(tmp_path / "first"), "--html", str(tmp_path)], "a folder has this name"),
