@@ -81,7 +81,7 @@ def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
     write(tmp_path / "first", 10)
     (tmp_path / "empty").mkdir()
     for words, expected in (
-        (["watch", str(tmp_path / "firrst")], f"did you mean {tmp_path / 'first'}"),
+        (["watch", str(tmp_path / "first2")], f"did you mean {tmp_path / 'first'}"),
         (["watch", str(tmp_path / "empty")], "has no metrics yet"),
         (["watch", str(tmp_path / "first"), "--html", "none/x.html"], "there is no folder none"),
         (["watch", str(tmp_path / "first"), "--html", str(tmp_path)], "a folder has this name"),
