@@ -153,9 +153,10 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Promethe
     datasets.write(root / "train", tokens=12 * 16 + 1, seed=1)
     datasets.write(root / "valid", tokens=200, seed=2)
     job = {
-        "run": str(root / "run"), "data": str(root), "train__steps": 20000, "train__eval_every": 50,
-        "checkpoint__every": 50, "checkpoint__keep_last": 1, "logging__peak_tflops": 1.0, "logging__every": 5,
-        "logging__prometheus_port": port, "ponder__method": "adaponderlm",
+        "run": str(root / "run"), "data": str(root), "train__steps": 20000, "train__eval_every": 10,
+        "train__micro_batch": 4, "train__eval_batches": 1, "checkpoint__every": 10, "checkpoint__keep_last": 1,
+        "logging__every": 1, "logging__peak_tflops": 1.0, "logging__prometheus_port": port,
+        "ponder__method": "adaponderlm",
     }  # fmt: skip
     server = Prometheus(root, port)
     workers = Workers("tests.training.workers:run_train", 1, job)
