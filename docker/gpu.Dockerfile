@@ -14,7 +14,7 @@ COPY launch /opt/megaponder/launch
 # two packages that ask for torch come without their dependencies, and the others by name.
 RUN pip install --no-cache-dir --no-deps megatron-core==0.16.1 --editable /opt/megaponder \
     && pip install --no-cache-dir \
-        filelock matplotlib numpy orjson psutil pydantic rich ruamel.yaml==0.19.1 safetensors sentencepiece==0.2.3 \
+        filelock matplotlib numpy orjson prometheus-client psutil pydantic rich ruamel.yaml==0.19.1 safetensors sentencepiece==0.2.3 \
         tensorboard tokenizers==0.23.3 transformers==5.24.0 zstandard \
     && megaponder --version
 

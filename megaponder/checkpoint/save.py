@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,8 @@ from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError
 
 log = logging.getLogger(__name__)
+Published = Callable[[Path, float], None]
+"""Told, on every rank, of a whole checkpoint: its folder, and the seconds since its save began."""
 _FAILED = "The checkpoint could not be written to {} ({}); earlier ones are whole."
 
 
@@ -31,10 +34,16 @@ class Saver:
     """Saves checkpoints of one run.  All ranks call every method at the same step."""
 
     def __init__(
-        self, root: Path, cfg: RunConfig, stage: MegatronModule, optimizer: MegatronOptimizer, newest: int = 0
+        self,
+        root: Path,
+        cfg: RunConfig,
+        stage: MegatronModule,
+        optimizer: MegatronOptimizer,
+        newest: int = 0,
+        published: Published = lambda path, seconds: None,
     ):
         self.root, self.cfg, self.stage, self.optimizer = root, cfg, stage, optimizer
-        self.options = cfg.checkpoint
+        self.options, self._published = cfg.checkpoint, published
         self._calls = AsyncCallsQueue(persistent=False)  # a persistent writer asks for CUDA in its own process
         self._strategy = get_default_save_sharded_strategy("torch_dist", 1)
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -46,6 +55,7 @@ class Saver:
     def save(self, state: TrainState) -> None:
         """Start (asynchronous) or complete the checkpoint of `state`; one that is pending is completed first."""
         self.wait()
+        started = time.perf_counter()
         path = folder.temporary(self.root, state.step)
         self._on_first_rank(lambda: folder.begin(self.root, state.step))
         results.use(path / f".results-{dist.get_rank()}")
@@ -56,6 +66,8 @@ class Saver:
         if request.async_fn is not None:
             request = request._replace(async_fn=partial(_write, request.async_fn, path, dist.get_rank()))
         request.add_finalize_fn(lambda: self._on_first_rank(lambda: self._publish(path, state)))
+        target = folder.final(self.root, state.step)
+        request.add_finalize_fn(lambda: self._published(target, time.perf_counter() - started))
         self.newest = state.step
         with _in_a_sentence(path):
             if self.options.asynchronous:

@@ -24,7 +24,7 @@ from megaponder.cli.parser import Parser
 from megaponder.cli.report import report_error
 from megaponder.errors import UserError
 
-COMMANDS = ("demo", "prepare", "plan", "train", "generate", "inspect", "export", "import")
+COMMANDS = ("demo", "prepare", "plan", "train", "watch", "replay", "generate", "inspect", "export", "import")
 """In the order in which a newcomer meets them."""
 
 EPILOG = """\

@@ -248,6 +248,10 @@ class LoggingConfig:
     """Weights & Biases project."""
     peak_tflops: float | None = None
     """Peak TFLOP/s of one device for MFU; default: known GPUs by name, else MFU is not shown."""
+    prometheus_port: int = 0
+    """Port of /metrics and /health, served by the first process of each node; 0: no endpoint."""
+    prometheus_host: str = "127.0.0.1"
+    """Address that the endpoint binds to; 0.0.0.0 lets other machines scrape it."""
 
 
 @dataclass

@@ -53,8 +53,8 @@ def metrics(means: Mapping[str, float], loss: float) -> dict[str, float]:
 
     mean_depth; active_pass{k}, the share of tokens that run pass k; kv_reuse, the share of later token-passes that
     reuse keys and values; depth_nll_correlation; collapsed, 1.0 where nearly all tokens have one depth;
-    gate{k}_bin{j}, the share of gate values between j/10 and (j+1)/10; jacobi_rmse{j}, how far refinement j moved the
-    latents.
+    gate{k}_bin{j}, the share of gate values between j/10 and (j+1)/10; gate{k}_saturation, the share in the first and
+    the last bin; jacobi_rmse{j}, how far refinement j moved the latents.
     """
     out = {k: v for k, v in means.items() if k not in MOMENTS and not k.startswith(("at", "jacobi")) and "/" not in k}
     out |= {f"jacobi_rmse{k[6:]}": math.sqrt(max(0.0, v)) for k, v in means.items() if k.startswith("jacobi")}
@@ -77,6 +77,7 @@ def metrics(means: Mapping[str, float], loss: float) -> dict[str, float]:
         counts = [means[f"gate{gate}/{b}"] for b in range(BINS)]
         if total := sum(counts):
             out |= {f"gate{gate}_bin{b}": c / total for b, c in enumerate(counts)}
+            out[f"gate{gate}_saturation"] = (counts[0] + counts[-1]) / total
         gate += 1
     return out
 

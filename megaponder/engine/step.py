@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,10 @@ class StepOutput:
     aux: float
     tokens: int
     stats: dict[str, float] = field(default_factory=dict)
+    passes: int = field(default=1, compare=False)
+    """Passes that the step ran."""
+    seconds: float = field(default=0.0, compare=False)
+    """Time on this rank; the host has read the loss, so a GPU's work is in it."""
 
 
 def _loss_of(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -91,6 +96,7 @@ class Engine:
         With `train`, every parameter's `main_grad` afterwards holds the gradient of the mean loss over the global
         batch's valid tokens, reduced over all groups (its shard, under the distributed optimizer).
         """
+        begin = time.perf_counter()
         batches = [_on_device(b, self.groups.device) for b in batches]
         tokens = torch.stack([b.loss_mask_bn.sum() for b in batches]).sum().float()
         dist.all_reduce(tokens, group=self.groups.dp)
@@ -99,7 +105,9 @@ class Engine:
         self.own_time.start()
         with torch.set_grad_enabled(train):
             self._schedule(run, forward_only=not train)
-        return self._collect(run, int(tokens.item()))
+        out = self._collect(run, int(tokens.item()))
+        out.passes, out.seconds = len(run.passes), time.perf_counter() - begin
+        return out
 
     def _schedule(self, run: Step, forward_only: bool) -> None:
         stash, config, passes, batches = Stash(), self.stage.config, run.passes, run.batches

@@ -7,11 +7,13 @@ overlays that of a run that was never stopped.
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from pathlib import Path
 from typing import Any
 
+from megaponder.errors import UserError
 from megaponder.monitor.row import Row
 
 NAME = "metrics.jsonl"
@@ -26,6 +28,20 @@ def read(path: Path) -> list[dict[str, Any]]:
             rows.append(json.loads(text))
         except ValueError:
             continue
+    return rows
+
+
+def of_run(run: Path) -> list[dict[str, Any]]:
+    """Rows of a run folder; UserError for a folder that has none."""
+    if not run.is_dir():
+        folder = run.parent
+        there = sorted(p.parent.name for p in folder.glob(f"*/{NAME}")) if folder.is_dir() else []
+        close = difflib.get_close_matches(run.name, there, 1, 0.5)
+        fix = f"did you mean {folder / close[0]}" if close else f"{folder} has {', '.join(there[:8]) or 'no run'}"
+        raise UserError(f"{run}: there is no such run folder; {fix}.")
+    if not (rows := read(run / NAME)):
+        what = "empty" if (run / NAME).exists() else "not there"
+        raise UserError(f"{run} has no metrics yet ({run / NAME} is {what}); the first come after logging.every steps.")
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Everything that is written about a run while it trains, by the one rank that sees the loss."""
+"""Everything that is told of a run while it trains: files and trackers by one rank, /metrics by one rank a node."""
 
 from __future__ import annotations
 
@@ -7,28 +7,42 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megaponder.checkpoint import manifest
 from megaponder.config.schema import RunConfig
-from megaponder.monitor import console, jsonl
+from megaponder.monitor import console, exporter, identity, jsonl
+from megaponder.monitor.memory import cuda_memory
+from megaponder.monitor.phases import Phases
+from megaponder.monitor.registry import SKIP_REASONS
 from megaponder.monitor.row import Row
 from megaponder.monitor.throughput import Costs, Throughput
-from megaponder.monitor.trackers import TensorBoard, Tracker, WandB, run_id
+from megaponder.monitor.trackers import TensorBoard, Tracker, WandB
 
 
 class Monitor:
-    """Console, metrics.jsonl and trackers; on ranks that do not log it does nothing."""
+    """Console, metrics.jsonl, trackers and endpoint; ranks that neither log nor export keep quiet."""
 
     def __init__(self, cfg: RunConfig, total_steps: int, costs: Costs, logs: bool):
         self.cfg, self.total, self.logs = cfg, total_steps, logs
-        self.throughput = Throughput(costs)
+        self.throughput, self.phases = Throughput(costs), Phases()
+        self._exporter: exporter.Exporter | None = None
+        self._skipped: dict[str, int] = {}
         self._run = Path(cfg.run)
         self._trackers: list[Tracker] = []
         self._noted: dict[str, float] = {}
         self._warned: set[str] = set()
 
-    def start(self, step: int, tokens: int) -> None:
-        """Open the files at the position from which the run goes on; rows beyond it are set aside."""
+    def start(self, step: int, tokens: int, who: identity.Identity | None = None) -> None:
+        """Open the files at the position from which the run goes on; rows beyond it are set aside.
+
+        `who` comes from the rank that has counted this start; a monitor that is alone counts it itself.
+        """
+        if exporter.wanted(self.cfg):
+            made = exporter.start(self.cfg, who or identity.start(self._run), step, self.total)
+            if isinstance(made, str):
+                print(f"warning: {made}", flush=True)  # this rank may be none that logs
+            else:
+                self._exporter = made
         if self.logs:
-            run_id(self._run)
             moved = jsonl.rewind(self._run, step)
             if moved:
                 rows = "1 row beyond step {} was" if moved == 1 else f"{moved} rows beyond step {{}} were"
@@ -40,6 +54,7 @@ class Monitor:
                 self._trackers.append(WandB(self._run, self.cfg))
             self.say(self.throughput.costs.sentence())
         self.throughput.restart(step, tokens)
+        self.phases.restart()
 
     def say(self, text: str) -> None:
         """A sentence on the console."""
@@ -57,8 +72,33 @@ class Monitor:
         """Time spent inside does not count as training; the next row tells it as `name`."""
         begin = time.perf_counter()
         yield
-        self._noted[name] = time.perf_counter() - begin
-        self.throughput.pause(self._noted[name])
+        self._noted[name] = seconds = time.perf_counter() - begin
+        self.throughput.pause(seconds)
+        self.phases.outside(seconds)
+        if self._exporter is not None:
+            self._exporter.outside(name.removesuffix("_seconds"), seconds)
+
+    def stepped(self, step: int, computed: float) -> None:
+        """A step has ended, of which forward and backward took `computed` seconds."""
+        seconds, phases = self.phases.step(computed)
+        if self._exporter is not None:
+            self._exporter.stepped(step, seconds, phases)
+
+    def skipped(self, reason: str) -> None:
+        """The update of the present step is left out; `reason` is one of `registry.SKIP_REASONS`."""
+        assert reason in SKIP_REASONS, reason
+        self._skipped[reason] = self._skipped.get(reason, 0) + 1
+        if self._exporter is not None:
+            self._exporter.skipped(reason)
+
+    def saved(self, path: Path, seconds: float) -> None:
+        """The checkpoint `path` is whole, `seconds` after its save began."""
+        if self._exporter is None and not self.logs:
+            return  # on thousands of ranks nobody asks
+        size = manifest.size(path)
+        self._noted["checkpoint_bytes"] = size
+        if self._exporter is not None:
+            self._exporter.saved(size, seconds)
 
     def due(self, step: int) -> bool:
         """Whether a row is written after this step."""
@@ -66,8 +106,13 @@ class Monitor:
 
     def write(self, row: Row) -> None:
         """A row to every place, with what was noted since the last one."""
-        row.values |= self._noted
+        row.values |= self._noted | {f"skipped_{reason}": n for reason, n in self._skipped.items()}
         self._noted = {}
+        if "step_seconds" in row.values:  # not a row of an evaluation alone
+            row.values |= self.phases.row() | cuda_memory()
+        row.values["total_steps"] = self.total
+        if self._exporter is not None:
+            self._exporter.take(row)
         if self.logs:
             self.say(console.line(row, self.total))
             for tracker in self._trackers:
@@ -78,3 +123,6 @@ class Monitor:
         for tracker in self._trackers:
             tracker.close()
         self._trackers = []
+        if self._exporter is not None:
+            self._exporter.close()
+            self._exporter = None

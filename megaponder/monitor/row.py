@@ -1,26 +1,15 @@
-"""One row of metrics and the names that every tracker uses."""
+"""One row of metrics; `registry` has their names in every place."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-TAGS = {
-    "loss": "train/loss",
-    "auxiliary_loss": "train/auxiliary_loss",
-    "validation_loss": "valid/loss",
-    "grad_norm": "optimizer/grad_norm",
-    "learning_rate": "optimizer/learning_rate",
-    "global_batch": "train/global_batch",
-    "step_seconds": "throughput/step_seconds",
-    "tokens_per_second": "throughput/tokens_per_second",
-    "tokens_per_second_per_device": "throughput/tokens_per_second_per_device",
-    "tflops_per_device": "throughput/tflops_per_device",
-    "mfu": "throughput/mfu",
-    "hfu": "throughput/hfu",
-    "evaluation_seconds": "throughput/evaluation_seconds",
-    "checkpoint_seconds": "throughput/checkpoint_seconds",
-}
-"""Grouped names for TensorBoard and Weights & Biases; statistics of the method go to ponder/<name>."""
+from megaponder.monitor import registry
+
+POSITION = ("step", "sequences", "tokens")
+STATS = "ponder_"
+"""Before the statistics of the method in metrics.jsonl."""
 
 
 @dataclass
@@ -33,15 +22,28 @@ class Row:
     tokens: int
     """Consumed by the run so far."""
     values: dict[str, float] = field(default_factory=dict)
-    """Metrics by the names in `TAGS`."""
+    """Metrics by the names in `registry.METRICS`."""
     stats: dict[str, float] = field(default_factory=dict)
     """The method's statistics."""
 
+    def position(self) -> dict[str, int]:
+        """Where in the run the row was taken."""
+        return {"step": self.step, "sequences": self.sequences, "tokens": self.tokens}
+
     def flat(self) -> dict[str, float | int]:
         """All of it in one level, as written to metrics.jsonl."""
-        position = {"step": self.step, "sequences": self.sequences, "tokens": self.tokens}
-        return position | self.values | {f"ponder_{name}": value for name, value in self.stats.items()}
+        return self.position() | self.values | {f"{STATS}{name}": value for name, value in self.stats.items()}
 
     def tagged(self) -> dict[str, float]:
-        """Metrics by grouped names."""
-        return {TAGS[n]: v for n, v in self.values.items()} | {f"ponder/{n}": v for n, v in self.stats.items()}
+        """Metrics by grouped names, for the trackers."""
+        named = {registry.tag(n): v for n, v in (self.values | self.position()).items()}
+        named |= {registry.tag(n, ponder=True): v for n, v in self.stats.items()}
+        named.pop("", None)
+        return named
+
+
+def from_flat(data: Mapping[str, float]) -> Row:
+    """The row that `flat` has written."""
+    values = {n: v for n, v in data.items() if n not in POSITION and not n.startswith(STATS)}
+    stats = {n.removeprefix(STATS): v for n, v in data.items() if n.startswith(STATS)}
+    return Row(int(data["step"]), int(data["sequences"]), int(data["tokens"]), values, stats)

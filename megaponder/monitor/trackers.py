@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import uuid
 from pathlib import Path
 from typing import Any, Protocol
 
 from megaponder.config.load import to_mapping
 from megaponder.config.schema import RunConfig
 from megaponder.errors import ConfigError
+from megaponder.monitor.identity import run_id
 from megaponder.monitor.row import Row
 
 
@@ -20,18 +20,17 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Events in <run>/tensorboard; after a resume, events beyond `step` are hidden."""
+    """Events in <run>/tensorboard; after a resume, events beyond `step` are hidden, in a replay all of them."""
 
-    def __init__(self, run: Path, step: int):
+    def __init__(self, run: Path, step: int, replay: bool = False):
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1 if step else None)
+        self._writer = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1 if step or replay else None)
 
     def write(self, row: Row) -> None:
-        """Add a scalar for every metric, over steps; the token count is one of them."""
+        """Add a scalar for every metric, over steps."""
         for tag, value in row.tagged().items():
             self._writer.add_scalar(tag, value, row.step)
-        self._writer.add_scalar("train/tokens", row.tokens, row.step)
         self._writer.flush()
 
     def close(self) -> None:
@@ -45,7 +44,7 @@ class WandB:
     Rows carry their own axes (train/step, train/tokens): a resumed run may repeat steps without being refused.
     """
 
-    def __init__(self, run: Path, cfg: RunConfig):
+    def __init__(self, run: Path, cfg: RunConfig, other_id: str | None = None):
         try:
             import wandb
         except ImportError:
@@ -58,7 +57,7 @@ class WandB:
         self._run: Any = wandb.init(
             project=cfg.logging.wandb_project,
             name=run.name,
-            id=run_id(run),
+            id=other_id or run_id(run),
             resume="allow",
             mode="offline" if cfg.logging.wandb == "offline" else "online",
             dir=str(run),
@@ -69,16 +68,8 @@ class WandB:
 
     def write(self, row: Row) -> None:
         """Log a row."""
-        self._run.log(row.tagged() | {"train/step": row.step, "train/tokens": row.tokens})
+        self._run.log(row.tagged() | {"train/step": row.step})
 
     def close(self) -> None:
         """Finish this part of the run."""
         self._run.finish()
-
-
-def run_id(run: Path) -> str:
-    """The id of the run folder, made once."""
-    path = run / "run_id"
-    if not path.exists():
-        path.write_text(uuid.uuid4().hex[:12] + "\n")
-    return path.read_text().strip()

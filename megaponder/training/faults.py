@@ -94,6 +94,11 @@ class Faults:
         self.say(f"Step {state.step} is skipped: {why} Skipped so far: {state.skipped}.")
         return state
 
+    @property
+    def reason(self) -> str:
+        """Why the last step was bad, by the metrics' name."""
+        return "spike" if self._verdict <= Verdict.NORM_SPIKE else "nonfinite"
+
     def must_roll_back(self) -> bool:
         """Whether so many steps were bad in a row that the weights are suspected."""
         return 0 < self.options.rollback_after <= len(self.streak)

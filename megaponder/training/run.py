@@ -14,6 +14,7 @@ from megaponder.data.stream import Streams, build_streams
 from megaponder.engine import depth
 from megaponder.engine.build import build_engine
 from megaponder.engine.groups import Groups
+from megaponder.monitor import identity
 from megaponder.monitor.monitor import Monitor
 from megaponder.monitor.row import Row
 from megaponder.ponder.settings import method_of
@@ -52,10 +53,11 @@ def run(cfg: RunConfig, groups: Groups) -> int:
         left_out = faults.record.left_out()
         streams = _streams(cfg, left_out)
         state = begin(cfg, engine.stage, optimizer, monitor.say)
-        saver = Saver(folder / "checkpoints", cfg, engine.stage, optimizer, newest=state.step)
+        saver = Saver(folder / "checkpoints", cfg, engine.stage, optimizer, newest=state.step, published=monitor.saved)
         on_first_rank(lambda: setup.write_config(cfg))
         stack.callback(monitor.close)
-        monitor.start(state.step, state.tokens)
+        who = on_first_rank(lambda: identity.start(folder))
+        monitor.start(state.step, state.tokens, who)
         if method_only(cfg, state.step + 1):
             last, name = cfg.train.method_only_steps, cfg.ponder.method
             monitor.say(f"Up to step {last} only the parameters of {name} itself change, then all of them.")
@@ -70,7 +72,7 @@ def run(cfg: RunConfig, groups: Groups) -> int:
             step, batch = state.step + 1, batch_at(cfg, state.sequences)
             state = replace(state, sequences=past(left_out, state.sequences, batch))
             heartbeat.enter("data", step)
-            with stragglers.reading():
+            with stragglers.reading(), monitor.phases.phase("data"):
                 batches = stop.wait(
                     streams.train.fetch(state.sequences, batch, cfg.train.micro_batch, groups.dp_rank, groups.dp_size)
                 )
@@ -79,14 +81,19 @@ def run(cfg: RunConfig, groups: Groups) -> int:
                 break
             lr = schedule(step)
             set_lr(optimizer, cfg, lr, step)
-            out, norm = optimizer_step(
-                engine, optimizer, batches, step, partial(faults.takes, state), heartbeat.enter, method_only(cfg, step)
-            )
+            with monitor.phases.phase("optimizer"):
+                out, norm = optimizer_step(
+                    engine, optimizer, batches, step, partial(faults.takes, state), heartbeat.enter,
+                    method_only(cfg, step),
+                )  # fmt: skip
+            monitor.stepped(step, out.seconds)
             try:
                 state = faults.after(state, state.after(batch, cfg.data.sequence_length), out.loss, norm)
             except NotFinite:
                 saver.wait()  # what was saved before it is sound
                 raise
+            if faults.streak:
+                monitor.skipped(faults.reason)
             stragglers.computed(engine.own_time.seconds())
             saver.poll()
             if faults.must_roll_back():
@@ -95,13 +102,13 @@ def run(cfg: RunConfig, groups: Groups) -> int:
                 left_out = faults.record.left_out()
                 streams = _streams(cfg, left_out)
                 monitor.close()
-                monitor.start(state.step, state.tokens)
+                monitor.start(state.step, state.tokens, who)
                 continue
 
             row = Row(step, state.sequences, state.tokens)
             if monitor.due(step):
                 row.values = finite({"loss": out.loss, "grad_norm": norm})
-                row.values |= {"learning_rate": lr, "global_batch": batch}
+                row.values |= {"learning_rate": lr, "global_batch": batch, "passes": out.passes}
                 row.values |= finite({"auxiliary_loss": out.aux}) if out.aux else {}
                 row.stats = finite(depth.metrics(out.stats, out.loss))
                 share = monitor.throughput.costs.needed_share(depth.active_shares(row.stats))

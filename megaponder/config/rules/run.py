@@ -43,6 +43,7 @@ RANGES: tuple[tuple[str, float, bool, float, bool], ...] = (
     ("faults.straggler_ratio", 1, True, math.inf, False),
     ("logging.every", 1, True, math.inf, False),
     ("logging.peak_tflops", 0, False, math.inf, False),
+    ("logging.prometheus_port", 0, True, 65535, True),
     ("train.steps", 1, True, math.inf, False),
     ("train.tokens", 1, True, math.inf, False),
     ("parallel.timeout_minutes", 0, False, math.inf, False),

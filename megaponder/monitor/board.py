@@ -1,0 +1,55 @@
+"""The board in a terminal."""
+
+from __future__ import annotations
+
+import math
+
+from rich.console import Group
+from rich.panel import Panel as Box
+from rich.table import Table
+
+from megaponder.monitor.series import Overview, Panel, Points
+
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 48
+
+
+def board(overview: Overview) -> Box:
+    """Facts, and a line of blocks for every curve."""
+    facts = Table.grid(padding=(0, 2))
+    for _ in range(4):
+        facts.add_column()
+    items = list(overview.facts.items())
+    for left, right in zip(items[::2], [*items[1::2], ("", "")], strict=False):
+        facts.add_row(left[0], left[1], right[0], right[1])
+    curves = Table.grid(padding=(0, 2))
+    for justify in ("left", "left", "right", "right"):
+        curves.add_column(justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    curves.add_row("", "", "first", "last")
+    for panel in overview.panels:
+        _add(curves, panel)
+    return Box(Group(facts, "", curves), title=overview.run, expand=False)
+
+
+def _add(table: Table, panel: Panel) -> None:
+    several = len(panel.curves) > 1
+    for name, points in panel.curves.items():
+        if points:
+            title = f"{panel.title}: {name}" if several else panel.title
+            table.add_row(title, spark(points), f"{points[0][1]:.4g}", f"{points[-1][1]:.4g}")
+
+
+def spark(points: Points, width: int = WIDTH) -> str:
+    """At most `width` blocks, each the mean of its share of the points; a value that is not finite is a cross."""
+    count = min(width, len(points))
+    values = [
+        _mean([y for _, y in points[i * len(points) // count : (i + 1) * len(points) // count]]) for i in range(count)
+    ]
+    finite = [v for v in values if math.isfinite(v)]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((v - low) * scale)] if math.isfinite(v) else "x" for v in values)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

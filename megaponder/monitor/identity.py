@@ -1,0 +1,79 @@
+"""Which run, which start of it and which program: what labels and trackers name it by."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaponder import __version__
+from megaponder.config.load import to_mapping
+from megaponder.config.schema import RunConfig
+
+STARTS = "starts"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """One start of a run."""
+
+    run_id: str
+    restarts: int
+    """Starts before this one."""
+
+
+def run_id(run: Path) -> str:
+    """The id of the run folder, made once."""
+    path = run / "run_id"
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex[:12] + "\n")
+    return path.read_text().strip()
+
+
+def start(run: Path) -> Identity:
+    """Count a start of the run; one process calls it and tells the others."""
+    run.mkdir(parents=True, exist_ok=True)
+    path = run / STARTS
+    text = path.read_text().strip() if path.exists() else ""
+    earlier = int(text) if text.isdigit() else 0
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(f"{earlier + 1}\n")
+    temporary.replace(path)
+    return Identity(run_id(run), earlier)
+
+
+def labels(identity: Identity) -> dict[str, str]:
+    """The common labels; the scheduler's names of job and node go before the machine's."""
+    env = os.environ
+    job = env.get("SLURM_JOB_ID") or env.get("TORCHELASTIC_RUN_ID") or "local"
+    return {"run_id": identity.run_id, "job": job, "node": env.get("SLURMD_NODENAME") or platform.node()}
+
+
+def build_info(cfg: RunConfig) -> dict[str, str]:
+    """What was run: version, source revision, hash of the configuration, name of the run folder."""
+    text = json.dumps(to_mapping(cfg), sort_keys=True, default=str)
+    return {
+        "version": __version__,
+        "git_sha": _git_sha(),
+        "config_hash": hashlib.sha256(text.encode()).hexdigest()[:12],
+        "run": Path(cfg.run).resolve().name,
+    }
+
+
+def _git_sha() -> str:
+    """Revision of a source checkout; `unknown` for an installed package."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return "unknown"
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return done.stdout.strip() or "unknown"

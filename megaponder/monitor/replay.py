@@ -1,0 +1,46 @@
+"""A run's rows, written once more into the trackers: for a run trained without them, or a tracker that lost some."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from megaponder.config.load import load_config
+from megaponder.config.schema import RunConfig
+from megaponder.errors import UserError
+from megaponder.monitor import jsonl
+from megaponder.monitor.row import Row, from_flat
+from megaponder.monitor.trackers import TensorBoard, Tracker, WandB
+
+
+def replay(
+    run: Path, tensorboard: bool, wandb: Literal["offline", "online"] | None, wandb_id: str | None = None
+) -> Iterator[str]:
+    """Write all rows; yields a sentence for each tracker that has them."""
+    rows = [from_flat(r) for r in jsonl.of_run(run)]
+    if tensorboard:
+        _write(TensorBoard(run, 0, replay=True), rows)
+        yield f"{run / 'tensorboard'}: {_count(rows)}; what was there before is hidden."
+    if wandb is not None:
+        _write(WandB(run, _config(run, wandb), wandb_id), rows)
+        yield f"Weights & Biases ({wandb}): {_count(rows)}."
+
+
+def _write(tracker: Tracker, rows: list[Row]) -> None:
+    for row in rows:
+        tracker.write(row)
+    tracker.close()
+
+
+def _count(rows: list[Row]) -> str:
+    return f"{len(rows)} rows up to step {rows[-1].step}"
+
+
+def _config(run: Path, mode: Literal["offline", "online"]) -> RunConfig:
+    path = run / "config.yaml"
+    if not path.is_file():
+        raise UserError(f"{path} is missing: Weights & Biases gets the configuration with the rows.")
+    cfg = load_config(path, [])
+    return replace(cfg, logging=replace(cfg.logging, wandb=mode))

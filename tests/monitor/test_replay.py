@@ -1,0 +1,51 @@
+"""Rows from metrics.jsonl into the trackers: as if they had been there from the beginning."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megaponder.cli.main import main
+from megaponder.config.load import dump
+from megaponder.config.schema import RunConfig
+from megaponder.monitor import identity
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "r"
+    folder.mkdir()
+    identity.start(folder)
+    rows = [{"step": s, "sequences": s, "tokens": 8 * s, "loss": 4 / s, "ponder_mean_depth": 2.0} for s in (1, 2, 3)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    dump(RunConfig(run=str(folder)), folder / "config.yaml")
+    return folder
+
+
+def test_tensorboard_shows_each_row_once(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for _ in range(2):  # the second hides the first
+        assert main(["replay", str(run), "--tensorboard"]) == 0
+    assert "3 rows up to step 3" in capsys.readouterr().out
+    events = event_accumulator.EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {"train/loss", "train/tokens", "ponder/mean_depth"}
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 4), (2, 2), (3, pytest.approx(4 / 3))]
+
+
+def test_wandb_offline_keeps_the_runs_id(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="the extra megaponder[wandb] is not installed")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    assert main(["replay", str(run), "--wandb", "offline"]) == 0
+    name = (run / "run_id").read_text().strip()
+    [stored] = (run / "wandb").glob(f"offline-run-*-{name}")
+    [log] = stored.glob(f"run-{name}.wandb")
+    data = log.read_bytes()
+    assert data.count(b"ponder/mean_depth") >= 3 and b"train/step" in data
+
+
+def test_a_start_is_counted_and_the_id_stays(run: Path) -> None:
+    first = (run / "run_id").read_text().strip()
+    assert identity.start(run) == identity.Identity(first, 1) and identity.start(run).restarts == 2
