@@ -33,6 +33,9 @@ class _Never:
     def agreed(self) -> int:
         return 0
 
+    def wait(self, future: Any) -> Any:
+        return future.result()
+
 
 def measure(cfg: Any, state: Any, threshold: float, batches: int) -> Evaluation:
     """Loss and depth on held-out text with this threshold."""
@@ -45,7 +48,7 @@ def measure(cfg: Any, state: Any, threshold: float, batches: int) -> Evaluation:
         streams = build_streams(cfg, cfg.train.global_batch, batches * cfg.train.global_batch)
         if streams.valid is None:
             raise SystemExit("the run has no held-out text: its data.split has no validation part")
-        found = evaluate(cfg, engine, streams.valid, _Never())  # type: ignore[arg-type]
+        found = evaluate(cfg, engine, streams.valid, _Never(), lambda: None)  # type: ignore[arg-type]
     assert found is not None
     return found
 

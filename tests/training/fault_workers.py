@@ -124,9 +124,9 @@ def _stall(first: int, seconds: float, number: int = 0) -> None:
 
 
 def _full_disk(engine: Any, step: int, out: Any) -> Any:
-    """From now on no file of this process and its children may grow beyond 60 kB."""
+    """From now on no file of this process and its children may grow beyond 100 kB."""
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     _undo.append(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard)))
     return out
 
