@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -90,15 +91,15 @@ class Samples(Collector):
             if family.samples:
                 yield family
 
-    def _family(self, metric: registry.Metric) -> Metric:
-        families = {
+    def _family(self, metric: registry.Metric) -> Any:
+        families: dict[str, Any] = {
             "gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily,
             "summary": SummaryMetricFamily, "info": InfoMetricFamily,
         }  # fmt: skip
         names = list(registry.COMMON_LABELS) + ([] if metric.kind == "info" else list(metric.labels))
         return families[metric.kind](registry.PREFIX + metric.prometheus, metric.help, labels=names)
 
-    def _add_histogram(self, family: Metric) -> None:
+    def _add_histogram(self, family: Any) -> None:
         counts, total = self._histogram
         if not sum(counts):
             return
@@ -106,4 +107,4 @@ class Samples(Collector):
         for end, count in zip([*map(str, registry.BUCKETS), "+Inf"], counts, strict=True):
             below += count
             buckets.append((end, below))
-        family.add_metric(self._common, buckets, total)  # type: ignore[attr-defined]
+        family.add_metric(self._common, buckets, total)

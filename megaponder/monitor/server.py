@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterable
-from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -18,14 +18,13 @@ STALLED_SECONDS = 600.0
 """Age of the last step from which on a run counts as stalled, if ten mean steps are shorter."""
 
 
-class _Server(ThreadingMixIn, WSGIServer):
+class _Server(socketserver.ThreadingMixIn, WSGIServer):
     daemon_threads = True
     allow_reuse_address = True
 
     def server_bind(self) -> None:
         """Without the base class's look-up of the host's name, which may hang where no name server answers."""
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
+        socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
 
