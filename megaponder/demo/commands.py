@@ -29,6 +29,8 @@ def warm_up() -> None:
     """Begin the imports that the commands share; they go on while the caller works."""
     from multiprocessing.forkserver import ensure_running
 
+    # matrices of this size gain nothing from a second thread, and much is lost where it has to be waited for
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     _processes.set_forkserver_preload(["megaponder.demo.preload"])
     ensure_running()
 
