@@ -58,11 +58,12 @@ def _terminal(run_folder: Path, every: float, once: bool) -> int:
         console.print(board(now))
         return 0
     with Live(board(now), console=console, auto_refresh=False) as live:
-        while not now.finished:
+        while True:
             time.sleep(every)
             now = series.overview(run_folder)
             live.update(board(now), refresh=True)
-    return 0
+            if now.finished:
+                return 0
 
 
 def _pages(run_folder: Path, path: Path, every: float, once: bool) -> int:

@@ -24,7 +24,7 @@ def board(overview: Overview) -> Box:
         facts.add_row(left[0], left[1], right[0], right[1])
     curves = Table.grid(padding=(0, 2))
     for justify in ("left", "left", "right", "right"):
-        curves.add_column(justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        curves.add_column(justify=justify, no_wrap=True)
     curves.add_row("", "", "first", "last")
     for panel in overview.panels:
         _add(curves, panel)
