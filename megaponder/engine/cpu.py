@@ -112,7 +112,7 @@ def _import_uncompiled() -> None:
             warnings.simplefilter("ignore")  # megatron-core lists the GPU libraries that it does not find
             from megatron.core import jit
     finally:
-        torch.compile = compiler  # type: ignore[assignment]
+        torch.compile = compiler
     jit.disable_jit_fuser()  # for its modules that are imported later
 
 
