@@ -94,7 +94,8 @@ class Heartbeat:
                 if since > self.limit and self._reported != self._now:
                     self._reported = self._now
                     self._report(since)
-                if since > self.deadline and any(r["gone"] for r in self._ranks()):
+                # a rank on a busy machine can miss some beats; only a longer silence is worth a job
+                if since > self.deadline and any(r["dead"] or r["age"] > self.limit for r in self._ranks()):
                     self._give_up()
 
     def _report(self, since: float) -> None:
