@@ -23,6 +23,7 @@ from megaponder.monitor import registry
 from megaponder.monitor.jsonl import read
 from megaponder.monitor.row import from_flat
 from tests.distributed import Workers, free_port
+from tests.external import EXTERNAL
 from tests.training import datasets
 
 FOLDER = Path(__file__).resolve().parents[2] / "launch" / "monitoring"
@@ -170,6 +171,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Promethe
         workers.kill()
 
 
+@EXTERNAL
 @needs_prometheus
 def test_a_real_prometheus_answers_every_panel_and_rule(scraped: tuple[Prometheus, Path, Workers]) -> None:
     server, run, workers = scraped

@@ -16,11 +16,13 @@ import pytest
 from megaponder.monitor.jsonl import read
 from tests.data_pipeline.make import random_documents, write_documents
 from tests.distributed import free_port
+from tests.external import EXTERNAL
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = ("slurmctld", "slurmd", "munged", "mungekey", "sbatch")
 MISSING = [name for name in NEEDED if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
 pytestmark = [
+    EXTERNAL,
     pytest.mark.skipif(bool(MISSING), reason=f"no Slurm here: {', '.join(MISSING)} missing"),
     pytest.mark.skipif(os.geteuid() != 0, reason="a private Slurm is started as root only"),
 ]

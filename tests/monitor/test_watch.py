@@ -15,6 +15,7 @@ from megaponder.cli.main import main
 from megaponder.monitor.board import spark
 from megaponder.monitor.page import MOST_POINTS, page
 from megaponder.monitor.series import overview
+from tests.external import EXTERNAL
 
 CHROMIUM = next((p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))), None)
 
@@ -94,6 +95,7 @@ def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
         assert expected in err and err.count("\n") == 1
 
 
+@EXTERNAL
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 def test_a_browser_draws_the_page(tmp_path: Path) -> None:
     assert CHROMIUM is not None

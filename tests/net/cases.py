@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -92,6 +93,8 @@ class Layout:
     recompute: str = "none"
     deep: bool = False
     """Cases with more than two layers run here too."""
+    every: bool = True
+    """All cases run here, or only `REPRESENTATIVES`: what this layout tries, others try with more beside it."""
 
     @property
     def world(self) -> int:
@@ -101,20 +104,31 @@ class Layout:
 LAYOUTS = {
     "one-batch1": Layout(batch=1, deep=True),
     "one-batch4-recompute": Layout(batch=4, recompute="layer"),
-    "tp2": Layout(tensor=2),
+    "tp2": Layout(tensor=2, every=False),
     "tp2-sp": Layout(tensor=2, sequence=True),
-    "tp2-sp-recompute-batch4": Layout(tensor=2, sequence=True, recompute="layer", batch=4),
+    "tp2-sp-recompute-batch4": Layout(tensor=2, sequence=True, recompute="layer", batch=4, every=False),
     "pp2": Layout(pipeline=2, deep=True),
-    "pp2-batch1": Layout(pipeline=2, batch=1),
+    "pp2-batch1": Layout(pipeline=2, batch=1, every=False),
     "pp2-batch4-recompute": Layout(pipeline=2, batch=4, recompute="layer"),
-    "dp2": Layout(data=2),
-    "dp2-overlap": Layout(data=2, batch=1, overlap=True),
+    "dp2": Layout(data=2, every=False),
+    "dp2-overlap": Layout(data=2, batch=1, overlap=True, every=False),
     "dp2-distopt-overlap": Layout(data=2, batch=1, distributed_optimizer=True, overlap=True),
     "pp3": Layout(pipeline=3, deep=True),
-    "tp2-pp2": Layout(tensor=2, pipeline=2),
+    "tp2-pp2": Layout(tensor=2, pipeline=2, every=False),
     "tp2-sp-pp2-recompute": Layout(tensor=2, pipeline=2, sequence=True, recompute="layer", deep=True),
     "dp2-pp2-distopt-overlap": Layout(data=2, pipeline=2, distributed_optimizer=True, overlap=True),
 }
+
+
+REPRESENTATIVES = (
+    "vanilla-llama-tied",
+    "ponderlm-pythia",
+    "ponderlm2-llama-gqa",
+    "adaptive-cot-skip-gqa",
+    "everything-llama",
+)
+WHOLE = "MEGAPONDER_WHOLE_MATRIX" in os.environ
+"""Every case in every layout: minutes on many cores, the better part of an hour on two."""
 
 
 def cases_of(layout: Layout) -> list[str]:
@@ -124,6 +138,8 @@ def cases_of(layout: Layout) -> list[str]:
     """
     found = []
     for name, case in CASES.items():
+        if not (layout.every or WHOLE or name in REPRESENTATIVES):
+            continue
         layers = case.model.get("num_layers", 2)
         if (layers == 2 or layout.deep) and layers % layout.pipeline == 0 and not (layout.overlap and case.steps > 1):
             found.append(name)
