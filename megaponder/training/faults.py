@@ -127,7 +127,7 @@ class Faults:
 
 def is_spike(value: float, last: list[float], window: int, sd: float) -> bool:
     """Whether a value lies more than `sd` standard deviations above the mean of the last ones."""
-    if len(last) < max(2, window // 2):
+    if len(last) < 2 or 2 * len(last) < window:
         return False
     return value - statistics.fmean(last) > sd * statistics.stdev(last)
 
