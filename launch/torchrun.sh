@@ -27,7 +27,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # A failed collective ends its process instead of leaving it in a kernel that never returns ...
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}
 # ... after writing down the last collectives of each rank: who entered which, and who did not.
-export TORCH_NCCL_TRACE_BUFFER_SIZE=${TORCH_NCCL_TRACE_BUFFER_SIZE:-2000}
+export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000}
 export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 # Where NCCL picks the wrong network, name it (they depend on the cluster, so there is no default):
@@ -65,5 +65,5 @@ while kill -0 "$child" 2>/dev/null; do # a trap has ended the wait, not the chil
   code=0
   wait "$child" || code=$?
 done
-[ "$code" -eq 0 ] || [ ! -s "$MEGAPONDER_EXIT_FILE" ] || code=$(sort -n "$MEGAPONDER_EXIT_FILE" | head -n 1)
+[ ! -s "$MEGAPONDER_EXIT_FILE" ] || code=$(sort -n "$MEGAPONDER_EXIT_FILE" | head -n 1)
 exit "$code"

@@ -78,5 +78,4 @@ def run(args: argparse.Namespace) -> int:
         except LostRank as error:
             report_error(str(error))
             exit_code.leave(error.exit_code)
-        exit_code.note(code)
-        return code
+        return exit_code.stopped(code)

@@ -17,6 +17,15 @@ from typing import NoReturn
 from megaponder.errors import UserError
 
 
+def stopped(code: int) -> int:
+    """Note the code of a run that has ended as it should; returns what the process ends with.
+
+    Where a launcher reads the file that is 0: torchrun would print a traceback and end the other ranks in haste.
+    """
+    note(code)
+    return 0 if os.environ.get("MEGAPONDER_EXIT_FILE") else code
+
+
 def note(code: int) -> None:
     """Append this rank's exit code."""
     path = os.environ.get("MEGAPONDER_EXIT_FILE")

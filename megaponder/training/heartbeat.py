@@ -94,9 +94,15 @@ class Heartbeat:
                 if since > self.limit and self._reported != self._now:
                     self._reported = self._now
                     self._report(since)
-                # a rank on a busy machine can miss some beats; only a longer silence is worth a job
-                if since > self.deadline and any(r["dead"] or r["age"] > self.limit for r in self._ranks()):
+                if since > self.deadline and self._now[1] != "start" and self._hopeless():
                     self._give_up()
+
+    def _hopeless(self) -> bool:
+        """Whether a rank is dead or has been silent for as long as a hang; a busy machine can make it miss some beats.
+
+        While a job starts nobody is given up: imports and the reading of a checkpoint can hold the interpreter's lock.
+        """
+        return any(r["dead"] or r["age"] > self.limit for r in self._ranks())
 
     def _report(self, since: float) -> None:
         self.stacks.mkdir(parents=True, exist_ok=True)

@@ -66,7 +66,7 @@ def test_several_nodes_need_an_address(fakes: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("codes", "torchruns", "want"), [("75 75", 1, 75), ("69 2 69", 1, 2), ("", 1, 1), ("75", 0, 0)]
+    ("codes", "torchruns", "want"), [("75 75", 1, 75), ("69 2 69", 1, 2), ("", 1, 1), ("75 75", 0, 75), ("", 0, 0)]
 )
 def test_the_exit_code_is_the_lowest_of_the_ranks(
     fakes: Path, tmp_path: Path, codes: str, torchruns: int, want: int

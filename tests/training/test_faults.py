@@ -177,7 +177,7 @@ def _until(holds: Any, seconds: float, workers: Workers) -> None:
 def test_spikes_and_windows() -> None:
     level = [2.0, 2.1, 1.9, 2.0]
     assert is_spike(2.6, level, 8, 6.0) and not is_spike(2.3, level, 8, 6.0)
-    assert not is_spike(99.0, level, 9, 6.0), "too few values to tell"
+    assert not is_spike(99.0, level, 10, 6.0), "too few values to tell"
     assert not is_spike(0.1, level, 8, 6.0), "only upwards"
     begins = {first: past([(16, 24), (28, 30)], first, 4) for first in (8, 12, 13, 16, 23, 24, 25)}
     assert begins == {8: 8, 12: 12, 13: 24, 16: 24, 23: 24, 24: 24, 25: 30}
