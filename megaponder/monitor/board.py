@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.panel import Panel as Box
 from rich.table import Table
 
-from megaponder.monitor.series import Overview, Panel, Points
+from megaponder.monitor.series import Overview, Panel, Points, averaged
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 48
@@ -41,15 +41,8 @@ def _add(table: Table, panel: Panel) -> None:
 
 def spark(points: Points, width: int = WIDTH) -> str:
     """At most `width` blocks, each the mean of its share of the points; a value that is not finite is a cross."""
-    count = min(width, len(points))
-    values = [
-        _mean([y for _, y in points[i * len(points) // count : (i + 1) * len(points) // count]]) for i in range(count)
-    ]
+    values = [y for _, y in averaged(points, width)]
     finite = [v for v in values if math.isfinite(v)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(BARS[round((v - low) * scale)] if math.isfinite(v) else "x" for v in values)
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)

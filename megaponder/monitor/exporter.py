@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
 
+from megaponder.config import launcher
 from megaponder.config.schema import RunConfig
 from megaponder.monitor import registry
 from megaponder.monitor.identity import Identity, build_info, labels
@@ -16,7 +16,7 @@ from megaponder.monitor.server import Endpoint
 
 def wanted(cfg: RunConfig) -> bool:
     """Whether this process serves: the first of its node, where a port is configured."""
-    return cfg.logging.prometheus_port > 0 and os.environ.get("LOCAL_RANK", "0") == "0"
+    return cfg.logging.prometheus_port > 0 and launcher.place().local_rank == 0
 
 
 class Exporter:

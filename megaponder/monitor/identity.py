@@ -10,8 +10,10 @@ import subprocess
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megaponder import __version__
+from megaponder.checkpoint import manifest
 from megaponder.config.load import to_mapping
 from megaponder.config.schema import RunConfig
 
@@ -41,9 +43,7 @@ def start(run: Path) -> Identity:
     path = run / STARTS
     text = path.read_text().strip() if path.exists() else ""
     earlier = int(text) if text.isdigit() else 0
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(f"{earlier + 1}\n")
-    temporary.replace(path)
+    manifest.write_json(path, earlier + 1)
     return Identity(run_id(run), earlier)
 
 
@@ -56,13 +56,17 @@ def labels(identity: Identity) -> dict[str, str]:
 
 def build_info(cfg: RunConfig) -> dict[str, str]:
     """What was run: version, source revision, hash of the configuration, name of the run folder."""
-    text = json.dumps(to_mapping(cfg), sort_keys=True, default=str)
     return {
         "version": __version__,
         "git_sha": _git_sha(),
-        "config_hash": hashlib.sha256(text.encode()).hexdigest()[:12],
+        "config_hash": digest(to_mapping(cfg)),
         "run": Path(cfg.run).resolve().name,
     }
+
+
+def digest(value: Any) -> str:
+    """A short name for a JSON value: equal values have equal ones."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
 def _git_sha() -> str:

@@ -7,7 +7,7 @@ import os
 from html import escape
 from pathlib import Path
 
-from megaponder.monitor.series import Overview, Panel, Points
+from megaponder.monitor.series import Overview, Panel, averaged
 
 COLORS = ("#1f77b4", "#d9480f", "#2b8a3e", "#862e9c", "#0b7285", "#c2255c", "#5f3dc4", "#846358")
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 460, 220, 58, 12, 12, 28
@@ -56,7 +56,9 @@ def _legend(panel: Panel) -> str:
 
 
 def _svg(panel: Panel) -> str:
-    curves = {name: _thinned([p for p in points if math.isfinite(p[1])]) for name, points in panel.curves.items()}
+    curves = {
+        name: averaged([p for p in points if math.isfinite(p[1])], MOST_POINTS) for name, points in panel.curves.items()
+    }
     every = [p for points in curves.values() for p in points]
     if not every:
         return "<p>no finite value</p>"
@@ -93,13 +95,3 @@ def _span(values: list[float]) -> tuple[float, float]:
         half = abs(low) / 10 or 1.0
         return low - half, high + half
     return low, high
-
-
-def _thinned(points: Points) -> Points:
-    if len(points) <= MOST_POINTS:
-        return points
-    out = []
-    for i in range(MOST_POINTS):
-        part = points[i * len(points) // MOST_POINTS : (i + 1) * len(points) // MOST_POINTS]
-        out.append((part[-1][0], sum(y for _, y in part) / len(part)))
-    return out

@@ -64,6 +64,14 @@ def overview(run: Path, now: float | None = None) -> Overview:
     )
 
 
+def averaged(points: Points, most: int) -> Points:
+    """At most this many points: neighbours become one, at the last of their steps with the mean of their values."""
+    if len(points) <= most:
+        return points
+    parts = [points[i * len(points) // most : (i + 1) * len(points) // most] for i in range(most)]
+    return [(part[-1][0], sum(y for _, y in part) / len(part)) for part in parts]
+
+
 def _facts(rows: Sequence[Mapping[str, Any]], step: int, total: float | None, age: float) -> dict[str, str]:
     facts = {"step": f"{step:,}" + (f" of {total:,.0f} ({step / total:.0%})" if total else "")}
     facts["tokens"] = amount(rows[-1]["tokens"])

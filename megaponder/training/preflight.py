@@ -7,7 +7,6 @@ sentence within `DEADLINE` instead of in a collective that never completes.  No 
 from __future__ import annotations
 
 import datetime
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -28,6 +27,7 @@ from megaponder.config.launcher import Place
 from megaponder.config.load import to_mapping
 from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError
+from megaponder.monitor.identity import digest
 from megaponder.plan.parameters import model_parameters
 from megaponder.training import setup
 
@@ -91,8 +91,8 @@ def look(cfg: RunConfig, here: Place) -> Report:
         "torch": torch.__version__,
         "megatron-core": _version("megatron-core"),
         "transformer-engine": _version("transformer-engine"),
-        "configuration": _digest(to_mapping(cfg)),
-        "data": _digest([_size(str(path)) for path in (*cfg.data.train, *cfg.data.valid) if isinstance(path, str)]),
+        "configuration": digest(to_mapping(cfg)),
+        "data": digest([_size(str(path)) for path in (*cfg.data.train, *cfg.data.valid) if isinstance(path, str)]),
         "free": shutil.disk_usage(folder).free,
         "checkpoint": _checkpoint_bytes(cfg),
         "folder": str(folder),
@@ -198,10 +198,6 @@ def _existing(path: Path) -> Path:
 def _size(prefix: str) -> list[Any]:
     files = [Path(f"{prefix}{end}") for end in (".bin", ".idx")]
     return [prefix, *(f.stat().st_size if f.exists() else None for f in files)]
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
 def _version(package: str) -> str:

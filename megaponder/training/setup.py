@@ -58,8 +58,8 @@ def patience(cfg: RunConfig) -> tuple[float, float]:
     The second ends just before the process groups' time-out, whose own messages name no rank.
     """
     limit = 60 * cfg.parallel.timeout_minutes
-    hang = cfg.faults.hang_minutes
-    return (limit / 2 if hang is None else 60 * hang), 0.9 * limit
+    assert cfg.faults.hang_minutes is not None
+    return 60 * cfg.faults.hang_minutes, 0.9 * limit
 
 
 def value_of(cfg: RunConfig, name: str) -> object:

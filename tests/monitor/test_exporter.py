@@ -115,9 +115,11 @@ def test_a_taken_port_costs_the_metrics_and_not_the_run(tmp_path: Path, capsys: 
 def test_one_process_of_a_node_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = config(tmp_path, 9500)
     for local, served in (("0", True), ("1", False)):
-        monkeypatch.setenv("LOCAL_RANK", local)
+        for name, value in {"RANK": local, "WORLD_SIZE": "2", "LOCAL_RANK": local}.items():
+            monkeypatch.setenv(name, value)
         assert exporter.wanted(cfg) is served
-    monkeypatch.delenv("LOCAL_RANK")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name)
     assert exporter.wanted(cfg) and not exporter.wanted(RunConfig())
 
 
