@@ -29,5 +29,6 @@ class ConfigError(UserError):
     """A field of the configuration breaks a rule."""
 
     def __init__(self, field: str, value: object, rule: str, fix: str):
+        field = field if field.isprintable() else ascii(field)[1:-1]  # a sentence is one line, whatever a file says
         super().__init__(f"{field} = {value!r}: {rule}; {fix}.")
         self.field, self.value, self.rule, self.fix = field, value, rule, fix

@@ -11,6 +11,7 @@ import re
 import shutil
 from pathlib import Path
 
+from megaponder import files
 from megaponder.checkpoint import manifest
 
 _NAME = re.compile(r"step_(\d{8,})")
@@ -47,7 +48,7 @@ def publish(root: Path, step: int) -> Path:
     if target.exists():  # a damaged checkpoint that the resumed run skipped and has now passed again
         remove(target)
     path.rename(target)
-    manifest.sync(root)
+    files.sync(root)
     return target
 
 

@@ -7,24 +7,13 @@ cost the training loop nothing; the publisher merges the parts into `manifest.js
 from __future__ import annotations
 
 import json
-import os
-import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+
+from megaponder.files import checksum, sync, write_json
 
 MANIFEST = "manifest.json"
 _PART = "manifest-part-"
-_BLOCK = 1 << 24
-
-
-def checksum(path: Path) -> int:
-    """CRC-32 of a file's bytes."""
-    value = 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            value = zlib.crc32(block, value)
-    return value
 
 
 def describe(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int]]:
@@ -57,10 +46,10 @@ def damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
     reading among them.
     """
     try:
-        files: dict[str, dict[str, int]] = json.loads((folder / MANIFEST).read_text())["files"]
+        files = _listed(folder)
     except FileNotFoundError:
         return f"it has no {MANIFEST}"
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, OSError) as error:
         return f"its {MANIFEST} cannot be read ({error})"
     for name, want in files.items():
         path = folder / name
@@ -79,30 +68,24 @@ def damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
 
 def size(folder: Path) -> int:
     """Bytes of all files in the manifest."""
-    return sum(f["bytes"] for f in json.loads((folder / MANIFEST).read_text())["files"].values())
+    return sum(f["bytes"] for f in _listed(folder).values())
+
+
+def _listed(folder: Path) -> dict[str, dict[str, int]]:
+    """The manifest's files; ValueError for anything that is not a list of files of this folder."""
+    found = json.loads((folder / MANIFEST).read_text())
+    files = found.get("files") if isinstance(found, dict) else None
+    if not isinstance(files, dict) or not files:
+        raise ValueError("it lists no files")
+    for name, want in files.items():
+        if name in (".", "..") or Path(name).name != name:
+            raise ValueError(f"{name!r} is not the name of a file in this folder")
+        if not isinstance(want, dict) or not all(type(want.get(key)) is int for key in ("bytes", "crc32")):
+            raise ValueError(f"{name} has no size or no checksum")
+    return files
 
 
 def _share(files: dict[str, dict[str, int]], part: int, parts: int) -> list[str]:
     """The files of one part, by size so that every part reads about as many bytes."""
     order = sorted(files, key=lambda name: (-files[name]["bytes"], name))
     return order[part::parts]
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON under a temporary name, bring it to the disk, rename."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
-        json.dump(value, file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def sync(path: Path) -> None:
-    """fsync of a file or a folder."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

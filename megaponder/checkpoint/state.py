@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megaponder.checkpoint import manifest
+from megaponder import files
 
 STATE = "state.json"
 CONFIG = "config.yaml"
@@ -55,7 +55,7 @@ class Contents:
 
 def save_state(folder: Path, state: TrainState, contents: Contents) -> None:
     """Write `state.json`."""
-    manifest.write_json(folder / STATE, {**asdict(state), "contents": asdict(contents)})
+    files.write_json(folder / STATE, {**asdict(state), "contents": asdict(contents)})
 
 
 def load_state(folder: Path) -> tuple[TrainState, Contents]:

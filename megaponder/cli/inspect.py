@@ -13,6 +13,7 @@ SUMMARY = "say what a checkpoint, a run or a dataset holds, and whether it is wh
 EPILOG = """\
 examples
   megaponder inspect data/pile                              a dataset: path without .bin/.idx
+  megaponder inspect data/pile data/c4 --audit              read all of them: checksums, duplicates, shares
   megaponder inspect runs/first                             the newest whole checkpoint of a run
   megaponder inspect runs/first/checkpoints/step_00001000 --tensors
   megaponder inspect runs/ada --depth "The capital of France is" --figure depth.png
@@ -23,7 +24,12 @@ Checksums are compared: a damaged or unfinished checkpoint is named with the rea
 
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("inspect", help=SUMMARY, description=SUMMARY, epilog=EPILOG)
-    parser.add_argument("path", metavar="PATH", help="dataset prefix, run folder or checkpoint folder")
+    parser.add_argument("paths", metavar="PATH", nargs="+", help="dataset prefix, run folder or checkpoint folder")
+    parser.add_argument(
+        "--audit", action="store_true",
+        help="of one or more datasets: compare checksums, count documents that occur twice (also in two datasets), "
+        "list the longest ones and what each input file brought",
+    )  # fmt: skip
     parser.add_argument("--depth", metavar="TEXT", help="show how many passes each token of TEXT runs")
     parser.add_argument("--figure", metavar="FILE", default="depth.png", help="where --depth draws (default depth.png)")
     parser.add_argument("--tokenizer", metavar="T", help="for --depth: tokenizer, if the checkpoint names none")
@@ -31,15 +37,23 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    path = Path(args.path)
+    if args.audit:
+        return _audit([str(_prefix(Path(path))) for path in args.paths])
+    if len(args.paths) > 1:
+        raise UserError(f"{args.paths[1]}: one path at a time can be inspected; several can be compared with --audit.")
+    path = Path(args.paths[0])
     if args.depth is not None:
         return _depth(path, args.depth, Path(args.figure), args.tokenizer)
-    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    prefix = _prefix(path)
     if Path(f"{prefix}.idx").is_file():
         return _dataset(prefix)
     if path.is_dir():
         return _checkpoint(path, args.tensors)
     raise UserError(f"{path} is neither a dataset (there is no {prefix}.idx) nor a folder; {_nearby(path)}.")
+
+
+def _prefix(path: Path) -> Path:
+    return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
 
 
 def _nearby(path: Path) -> str:
@@ -91,6 +105,28 @@ def _dataset(prefix: Path) -> int:
     print(f"  {meta.text_bytes / 1e6:,.1f} MB of text from {len(meta.sources)} files")
     for reason, count in meta.skipped.items():
         print(f"  skipped {count:,} documents: {reason}")
+    return 0
+
+
+def _audit(prefixes: list[str]) -> int:
+    from megaponder.data.audit import audit
+    from megaponder.data.progress import reading
+
+    with reading("tokens") as on_progress:
+        found = audit(prefixes, on_progress)
+    total = sum(one.tokens for one in found)
+    for one in found:
+        share = f", {one.tokens / total:.1%} of all" if len(found) > 1 else ""
+        print(f"{one.prefix}: {one.documents:,} documents, {one.tokens:,} tokens{share}")
+        print("  checksums agree" if one.verified else "  no checksums: it was written by another tool or version")
+        print(f"  duplicates {one.duplicates:,} documents with {one.duplicate_tokens:,} tokens", end="")
+        print(f" ({one.duplicate_tokens / max(1, one.tokens):.1%})")
+        print("  longest " + ", ".join(f"{tokens:,} tokens (number {number:,})" for tokens, number in one.longest))
+        if one.empty:
+            print(f"  empty {one.empty:,}")
+        for source in one.meta.sources if one.meta else []:
+            part = source.tokens / max(1, one.tokens)
+            print(f"  {part:6.1%} from {source.path}: {source.documents:,} documents, {source.tokens:,} tokens")
     return 0
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock, Timeout
 
+from megaponder import files
 from megaponder.errors import UserError
 
 Arrays = dict[str, np.ndarray]
@@ -34,15 +35,6 @@ def _load(folder: Path, names: tuple[str, ...]) -> Arrays | None:
         return None
 
 
-def fsync_folder(folder: Path) -> None:
-    """Make renames in `folder` durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _publish(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
     aside = folder.with_name(f"{folder.name}.tmp-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
     try:
@@ -52,13 +44,13 @@ def _publish(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
                 np.save(out, array, allow_pickle=False)
                 out.flush()
                 os.fsync(out.fileno())
-        fsync_folder(aside)
+        files.sync(aside)
         try:
             os.rename(aside, folder)
         except OSError:
             if not folder.is_dir():  # else another process was first
                 raise
-        fsync_folder(folder.parent)
+        files.sync(folder.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

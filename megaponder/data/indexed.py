@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,8 @@ MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 _CODES = {name: code for code, name in DTYPES.items()}
-_BLOCK = 1 << 20  # entries that the writer holds in memory
+_BLOCK = 1 << 20  # entries that are held in memory
+_CHECKED_BLOCKS = 64  # of an index that is opened for training; `inspect --audit` reads all of a dataset
 
 
 def best_dtype(vocab_size: int) -> str:
@@ -41,17 +43,26 @@ class Index:
     """int32 [S]: tokens in each sequence."""
     offsets: np.ndarray
     """int64 [S]: where each sequence begins in the .bin file, in bytes."""
-    documents: int
-    """Documents (a document may hold several sequences in files of other tools)."""
+    edges: np.ndarray
+    """int64 [D]: the first sequence of each document, and S (a document of other tools may hold several sequences)."""
     tokens: int
     """Tokens in the .bin file."""
     bin_bytes: int
     """Size of the .bin file."""
 
     @property
+    def documents(self) -> int:
+        """Documents in the dataset."""
+        return int(self.edges.shape[0]) - 1
+
+    @property
     def sequences(self) -> int:
         """Sequences S: what the splits of a dataset count."""
         return int(self.lengths.shape[0])
+
+    def path(self, suffix: str) -> Path:
+        """One of its files."""
+        return Path(self.prefix + suffix)
 
     def tokens_in(self, begin: int, end: int) -> int:
         """Tokens of sequences begin <= i < end."""
@@ -118,7 +129,44 @@ def read_index(prefix: str | os.PathLike[str]) -> Index:
     end = int(offsets[-1]) + int(lengths[-1]) * dtype.itemsize
     if bin_bytes < end:
         raise _damaged(bin_, f"truncated ({bin_bytes} bytes, its index needs {end})")
-    return Index(prefix, dtype, lengths, offsets, edges - 1, end // dtype.itemsize, bin_bytes)
+    document_edges = np.memmap(idx, np.int64, "r", HEADER.size + 12 * sequences, (edges,))
+    index = Index(prefix, dtype, lengths, offsets, document_edges, end // dtype.itemsize, bin_bytes)
+    _check_entries(index)
+    return index
+
+
+def _blocks(count: int, most: int) -> Iterator[slice]:
+    """All entries in blocks; where they need more than `most`, evenly spread blocks with the first and the last."""
+    starts = list(range(0, count, _BLOCK))
+    if len(starts) > most:
+        starts = np.linspace(0, count - _BLOCK, most).astype(int).tolist()
+    for at in starts:
+        yield slice(at, min(at + _BLOCK + 1, count))  # one more: the step to the next block
+
+
+def check_all(index: Index) -> None:
+    """Read every entry of an index.  UserError if one is wrong."""
+    _check_entries(index, len(index.lengths))
+
+
+def _check_entries(index: Index, most: int = _CHECKED_BLOCKS) -> None:
+    """Each sequence must begin where the one before it ends, and documents must divide them in order."""
+    idx, lengths, offsets, itemsize = index.prefix + ".idx", index.lengths, index.offsets, index.dtype.itemsize
+    if int(offsets[0]) != 0:
+        raise _damaged(idx, f"damaged (sequence 0 begins at byte {int(offsets[0])})")
+    for part in _blocks(len(lengths), most):
+        some, begins = lengths[part], offsets[part]
+        wrong = np.flatnonzero((some[:-1] < 0) | (np.diff(begins) != some[:-1].astype(np.int64) * itemsize))
+        if len(wrong):
+            raise _damaged(idx, f"damaged (sequence {part.start + int(wrong[0])} does not end where the next begins)")
+    if int(lengths[-1]) < 0:
+        raise _damaged(idx, f"damaged (the last sequence has {int(lengths[-1])} tokens)")
+    edges, sequences = index.edges, index.sequences
+    if int(edges[0]) != 0 or int(edges[-1]) != sequences:
+        raise _damaged(idx, f"damaged (documents {int(edges[0])} to {int(edges[-1])} of {sequences} sequences)")
+    for part in _blocks(len(edges), most):
+        if np.any(np.diff(edges[part]) < 0):
+            raise _damaged(idx, "damaged (its documents are not in order)")
 
 
 def write_index(path: str | os.PathLike[str], dtype: str, lengths: np.ndarray) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import orjson
+import pydantic
 
 from megaponder.data.indexed import Index, read_index
 from megaponder.errors import UserError
@@ -21,6 +23,10 @@ class SourceFile:
     """As it was given."""
     bytes: int
     """Size on disk."""
+    documents: int = 0
+    """Documents that came from it."""
+    tokens: int = 0
+    """Their tokens, EOD included."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +59,17 @@ class DatasetMeta:
     """Documents left out, by reason."""
     special_tokens: dict[str, int] = field(default_factory=dict)
     """The tokenizer's special tokens and their ids, by id; empty where an earlier version described the dataset."""
-    format: str = "megaponder-dataset-1"
+    checksums: dict[str, int] = field(default_factory=dict)
+    """CRC-32 of the .bin and of the .idx file, by suffix; empty where an earlier version described the dataset."""
+    format: Literal["megaponder-dataset-1"] = "megaponder-dataset-1"
     """Version of this file."""
 
     def dump(self) -> bytes:
         """Readable JSON, the same bytes for the same dataset."""
         return orjson.dumps(asdict(self), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+
+
+_ADAPTER = pydantic.TypeAdapter(DatasetMeta)
 
 
 @dataclass(frozen=True)
@@ -79,16 +90,14 @@ class DatasetInfo:
     """The JSON beside it; None for datasets of other tools."""
 
 
-def _meta_from(data: Any, path: str) -> DatasetMeta:
-    known = {f.name for f in fields(DatasetMeta)}
-    if not isinstance(data, dict) or data.get("format") != DatasetMeta.format:
-        raise UserError(f"{path}: not the description of a dataset of this program; move it away to load the dataset.")
-    missing = sorted(known - data.keys() - {"special_tokens"})  # the first descriptions did without
-    if missing:
-        raise UserError(f"{path}: fields are missing ({', '.join(missing)}); prepare the dataset again.")
-    values = {name: data[name] for name in known & data.keys()}
-    values["sources"] = [SourceFile(**s) for s in data["sources"]]
-    return DatasetMeta(**values)
+def _meta_from(content: bytes, path: str) -> DatasetMeta:
+    try:
+        return _ADAPTER.validate_json(content, strict=True)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        what = f"{where}: {first['msg']}" if where else first["msg"]
+        raise UserError(f"{path}: not a whole description of a dataset ({what}); prepare the dataset again.") from None
 
 
 def read_meta(index: Index) -> DatasetMeta | None:
@@ -99,11 +108,12 @@ def read_meta(index: Index) -> DatasetMeta | None:
     path = index.prefix + ".json"
     if not os.path.isfile(path):
         return None
-    try:
-        with open(path, "rb") as stream:
-            meta = _meta_from(orjson.loads(stream.read()), path)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{path}: damaged ({error}); prepare the dataset again.") from error
+    meta = _meta_from(Path(path).read_bytes(), path)
+    if not (-1 <= meta.max_id < meta.vocab_size and (meta.eod_id is None or 0 <= meta.eod_id < meta.vocab_size)):
+        raise UserError(
+            f"{path}: damaged (largest id {meta.max_id} or EOD {meta.eod_id} is no id of a vocabulary of "
+            f"{meta.vocab_size}); prepare the dataset again."
+        )
     here = (index.documents, index.tokens, index.dtype.name)
     if here != (meta.documents, meta.tokens, meta.dtype) or index.bin_bytes != index.tokens * index.dtype.itemsize:
         raise UserError(

@@ -15,8 +15,8 @@ import orjson
 
 from megaponder.data.documents import TxtRule
 from megaponder.data.encode import EncodeOptions, encode_all
-from megaponder.data.indexed import best_dtype
-from megaponder.data.info import DatasetMeta, SourceFile
+from megaponder.data.indexed import best_dtype, read_index
+from megaponder.data.info import DatasetMeta, SourceFile, read_meta
 from megaponder.data.readers import CHUNK_BYTES, kind_of, list_inputs, read_chunks
 from megaponder.data.tokenizer import EOD_TOKENS, Tokenizer, load_tokenizer
 from megaponder.data.workspace import State, Workspace
@@ -106,7 +106,7 @@ def _need_eod(options: PrepareOptions, tokenizer: Tokenizer) -> int | None:
 def _fingerprint(options: PrepareOptions, files: list[Path], tokenizer: Tokenizer, eod_id: int | None) -> str:
     """Hash of all that decides the bytes written; the error policy is not in it (see `_start_state`)."""
     parts = {
-        "format": 1,
+        "format": 2,
         "files": [(os.path.realpath(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files],
         "tokenizer": tokenizer.fingerprint,
         "eod": eod_id,
@@ -200,6 +200,7 @@ def _encode_options(options: PrepareOptions, files: list[Path], dtype: str) -> E
 
 
 def _meta(tokenizer: Tokenizer, eod_id: int | None, files: list[Path], dtype: str, done: State) -> DatasetMeta:
+    per_file = [*done.per_file, *[(0, 0)] * (len(files) - len(done.per_file))]
     return DatasetMeta(
         tokenizer=tokenizer.name,
         tokenizer_kind=tokenizer.kind,
@@ -211,7 +212,7 @@ def _meta(tokenizer: Tokenizer, eod_id: int | None, files: list[Path], dtype: st
         tokens=done.tokens,
         dtype=dtype,
         text_bytes=done.text_bytes,
-        sources=[SourceFile(str(f), f.stat().st_size) for f in files],
+        sources=[SourceFile(str(f), f.stat().st_size, *counts) for f, counts in zip(files, per_file, strict=True)],
         skipped=done.skipped,
         special_tokens=tokenizer.special_tokens,
     )
@@ -260,13 +261,14 @@ def prepare(options: PrepareOptions, on_progress: Callable[[PrepareProgress], No
                     work.discard()
                     raise UserError(f"{', '.join(options.inputs)}: no document with any token; nothing was written.")
             done = work.state
-            meta = _meta(tokenizer, eod_id, files, dtype, done)
             if not start.whole:
-                work.complete(meta)
+                work.complete(_meta(tokenizer, eod_id, files, dtype, done))
             work.publish()
     except OSError as error:
         raise UserError(
             f"{options.output}: writing failed ({error}); run the same command again to continue."
         ) from error
+    meta = read_meta(read_index(options.output))
+    assert meta is not None  # it has just been written
     seconds, text = time.monotonic() - began, done.text_bytes - start.text_bytes
     return PrepareSummary(options.output, meta, seconds, text, start.documents, examples)

@@ -23,6 +23,18 @@ def describe(p: PrepareProgress) -> str:
 
 
 @contextmanager
+def reading(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Yields a callback (done, of how many) that shows a bar in a terminal and nothing in a log."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(30), TaskProgressColumn(), TextColumn(what), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
 def show_progress() -> Iterator[Callable[[PrepareProgress], None]]:
     """Yields the callback for `prepare`; writes to standard error."""
     if not sys.stderr.isatty():

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import zlib
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -21,7 +22,7 @@ import numpy as np
 import orjson
 from filelock import FileLock, Timeout
 
-from megaponder.data.cache import fsync_folder
+from megaponder import files
 from megaponder.data.encode import Encoded
 from megaponder.data.indexed import write_index
 from megaponder.data.info import DatasetMeta
@@ -43,20 +44,13 @@ class State:
     tokens: int = 0
     text_bytes: int = 0
     max_id: int = -1
+    crc32: int = 0
+    """Of all tokens so far, as they lie on disk."""
+    per_file: list[tuple[int, int]] = field(default_factory=list)
+    """Documents and tokens that came from each input file so far."""
     skipped: dict[str, int] = field(default_factory=dict)
     whole: bool = False
     """All parts are written; only their names are missing."""
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace `path` by `content`: afterwards, and after a crash at any moment, it is the old or the new file."""
-    aside = path.with_name(path.name + ".tmp")
-    with open(aside, "wb") as out:
-        out.write(content)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(aside, path)
-    fsync_folder(path.parent)
 
 
 class Workspace:
@@ -129,16 +123,21 @@ class Workspace:
         self.save()
 
     def add(self, encoded: Encoded, position: Position, skipped: dict[str, int]) -> None:
-        """Append a chunk; durable after the next `save`."""
+        """Append a chunk that ends at `position`; durable after the next `save`."""
         assert self._tokens is not None and self._lengths is not None  # open() came first
         self._tokens.write(encoded.ids)
         self._lengths.write(encoded.lengths)
         old = self.state
+        documents, tokens = len(encoded.lengths) // 4, len(encoded.ids) // np.dtype(self.dtype).itemsize
+        per_file = [*old.per_file, *[(0, 0)] * (position.file + 1 - len(old.per_file))]
+        per_file[-1] = (per_file[-1][0] + documents, per_file[-1][1] + tokens)
         self.state = replace(
             old,
             position=position,
-            documents=old.documents + len(encoded.lengths) // 4,
-            tokens=old.tokens + len(encoded.ids) // np.dtype(self.dtype).itemsize,
+            documents=old.documents + documents,
+            tokens=old.tokens + tokens,
+            crc32=zlib.crc32(encoded.ids, old.crc32),
+            per_file=per_file,
             text_bytes=old.text_bytes + encoded.text_bytes,
             max_id=max(old.max_id, encoded.max_id),
             skipped={key: old.skipped.get(key, 0) + skipped.get(key, 0) for key in sorted({*old.skipped, *skipped})},
@@ -150,14 +149,15 @@ class Workspace:
             if stream is not None:
                 stream.flush()
                 os.fsync(stream.fileno())
-        write_atomically(self.folder / "state.json", orjson.dumps(asdict(self.state)))
+        files.write_bytes(self.folder / "state.json", orjson.dumps(asdict(self.state)))
 
     def complete(self, meta: DatasetMeta) -> None:
-        """Write index and description, and mark the work as whole."""
+        """Write index and description (to which the checksums are added), and mark the work as whole."""
         self.save()
         lengths = np.memmap(self.folder / "lengths.bin", np.int32, "r", shape=(self.state.documents,))
         write_index(self.folder / "index.idx", self.dtype, lengths)
-        write_atomically(self.folder / "meta.json", meta.dump())
+        checksums = {".bin": self.state.crc32, ".idx": files.checksum(self.folder / "index.idx")}
+        files.write_bytes(self.folder / "meta.json", replace(meta, checksums=checksums).dump())
         self.state = replace(self.state, whole=True)
         self.save()
 
@@ -168,5 +168,5 @@ class Workspace:
         for name, suffix in PARTS:
             if (self.folder / name).exists():
                 os.replace(self.folder / name, self.final(suffix))
-        fsync_folder(self.prefix.parent)
+        files.sync(self.prefix.parent)
         self.discard()

@@ -13,6 +13,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megaponder import files
 from megaponder.errors import UserError
 
 SHARD_BYTES = 5 * 10**9
@@ -36,11 +37,11 @@ def published(out: Path, force: bool) -> Iterator[Path]:
         temporary.mkdir(parents=True)
         yield temporary
         for path in [*temporary.iterdir(), temporary]:
-            _sync(path)
+            files.sync(path)
         if out.exists():
             out.rename(old)
         temporary.rename(out)
-        _sync(out.parent)
+        files.sync(out.parent)
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror}.") from error
     finally:
@@ -48,14 +49,6 @@ def published(out: Path, force: bool) -> Iterator[Path]:
             old.rename(out)
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_json(path: Path, value: Any) -> None:

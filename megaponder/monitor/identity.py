@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaponder import __version__
-from megaponder.checkpoint import manifest
+from megaponder import __version__, files
 from megaponder.config.load import to_mapping
 from megaponder.config.schema import RunConfig
 
@@ -43,7 +42,7 @@ def start(run: Path) -> Identity:
     path = run / STARTS
     text = path.read_text().strip() if path.exists() else ""
     earlier = int(text) if text.isdigit() else 0
-    manifest.write_json(path, earlier + 1)
+    files.write_json(path, earlier + 1)
     return Identity(run_id(run), earlier)
 
 

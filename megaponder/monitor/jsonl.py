@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+from megaponder import files
 from megaponder.errors import UserError
 from megaponder.monitor.row import Row
 
@@ -54,12 +54,7 @@ def rewind(run: Path, step: int) -> int:
         with (run / SUPERSEDED).open("a") as file:
             file.writelines(json.dumps(r) + "\n" for r in beyond)
     if path.exists():  # also to drop a line that a kill has cut off
-        temporary = path.with_name(path.name + ".tmp")
-        with temporary.open("w") as file:
-            file.writelines(json.dumps(r) + "\n" for r in rows if r["step"] <= step)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        files.write_bytes(path, "".join(json.dumps(r) + "\n" for r in rows if r["step"] <= step).encode())
     return len(beyond)
 
 

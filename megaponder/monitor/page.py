@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 from html import escape
 from pathlib import Path
 
+from megaponder import files
 from megaponder.monitor.series import Overview, Panel, averaged
 
 COLORS = ("#1f77b4", "#d9480f", "#2b8a3e", "#862e9c", "#0b7285", "#c2255c", "#5f3dc4", "#846358")
@@ -39,9 +39,7 @@ def page(overview: Overview, refresh: float) -> str:
 
 def write(overview: Overview, path: Path, refresh: float) -> None:
     """Write the page; a browser never sees half of it."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(page(overview, refresh), encoding="utf-8")
-    os.replace(temporary, path)
+    files.write_bytes(path, page(overview, refresh).encode())
 
 
 def _legend(panel: Panel) -> str:

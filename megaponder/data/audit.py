@@ -1,0 +1,135 @@
+"""What can be said of a dataset only by reading all of it: checksums, duplicates, the longest documents."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megaponder import files
+from megaponder.data.indexed import Index, check_all, read_index
+from megaponder.data.info import DatasetMeta, read_meta
+from megaponder.errors import UserError
+
+_BLOCK_TOKENS = 1 << 22
+LONGEST = 3
+"""Documents that an audit lists."""
+
+
+@dataclass
+class Audit:
+    """One dataset, read from the first token to the last."""
+
+    prefix: str
+    documents: int
+    tokens: int
+    empty: int
+    """Sequences without tokens."""
+    longest: list[tuple[int, int]]
+    """(tokens, number) of the longest sequences."""
+    max_id: int
+    """Largest token id found."""
+    verified: bool
+    """The checksums of its description were compared; False where there are none."""
+    duplicates: int = 0
+    """Sequences whose tokens an earlier sequence has, of this dataset or of one audited before it."""
+    duplicate_tokens: int = 0
+    """Their tokens."""
+    meta: DatasetMeta | None = None
+    hashes: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64), repr=False)
+    """uint64 [S]: of each sequence's tokens (64 bits of BLAKE2b)."""
+
+
+def audit(prefixes: Sequence[str], on_progress: Callable[[int, int], None] | None = None) -> list[Audit]:
+    """Read datasets from end to end; `on_progress` gets the tokens read and the tokens in all.
+
+    Raises UserError for damage: a checksum that differs, an index out of order, an id beyond the vocabulary.
+    """
+    opened = [read_index(prefix) for prefix in prefixes]
+    described = [read_meta(index) for index in opened]
+    total = sum(index.tokens for index in opened)
+    found: list[Audit] = []
+    for index, meta in zip(opened, described, strict=True):
+        before = sum(one.tokens for one in found)
+        found.append(_read(index, meta, before, total, on_progress or (lambda done, total: None)))
+    _count_duplicates(found, opened)
+    return found
+
+
+def _read(
+    index: Index, meta: DatasetMeta | None, before: int, total: int, on_progress: Callable[[int, int], None]
+) -> Audit:
+    check_all(index)
+    ids = np.memmap(index.prefix + ".bin", index.dtype, "r")
+    hashes, crc, max_id, at = np.empty(index.sequences, np.uint64), 0, -1, 0
+    while at < index.sequences:
+        end = _block_end(index, at)
+        begin, lengths = int(index.offsets[at]) // index.dtype.itemsize, index.lengths[at:end]
+        block = ids[begin : begin + int(lengths.sum(dtype=np.int64))]
+        data = block.tobytes()
+        crc = zlib.crc32(data, crc)
+        max_id = max(max_id, int(block.max())) if len(block) else max_id
+        _hash(data, lengths * index.dtype.itemsize, hashes[at:end])
+        on_progress(before + begin + len(block), total)
+        at = end
+    _compare(index, meta, crc, max_id)
+    order = np.argsort(index.lengths, kind="stable")[::-1][:LONGEST]
+    return Audit(
+        index.prefix,
+        index.documents,
+        index.tokens,
+        int(np.sum(index.lengths == 0)),
+        [(int(index.lengths[i]), int(i)) for i in order],
+        max_id,
+        meta is not None and bool(meta.checksums),
+        meta=meta,
+        hashes=hashes,
+    )
+
+
+def _block_end(index: Index, at: int) -> int:
+    """The sequence after the last one of a block of about `_BLOCK_TOKENS` tokens that begins with `at`."""
+    limit = int(index.offsets[at]) + _BLOCK_TOKENS * index.dtype.itemsize
+    return max(at + 1, int(np.searchsorted(index.offsets, limit)))
+
+
+def _hash(data: bytes, sizes: np.ndarray, into: np.ndarray) -> None:
+    at, view = 0, memoryview(data)
+    for number, size in enumerate(sizes.tolist()):
+        digest = hashlib.blake2b(view[at : at + size], digest_size=8).digest()
+        into[number] = int.from_bytes(digest, "little")
+        at += size
+
+
+def _compare(index: Index, meta: DatasetMeta | None, crc: int, max_id: int) -> None:
+    if meta is None:
+        return
+    wanted = meta.checksums
+    for suffix, here in ((".bin", crc), (".idx", files.checksum(index.path(".idx")) if wanted else 0)):
+        if wanted and wanted.get(suffix) != here:
+            raise UserError(
+                f"{index.prefix}{suffix}: changed since it was written (its CRC-32 differs); copy or prepare it again."
+            )
+    if max_id != meta.max_id:
+        raise UserError(
+            f"{index.prefix}.bin: its largest token id is {max_id}, but its description says {meta.max_id}; copy or "
+            f"prepare it again."
+        )
+
+
+def _count_duplicates(found: list[Audit], opened: list[Index]) -> None:
+    """Every sequence but the first of its kind is a duplicate; empty ones are not counted."""
+    lengths = np.concatenate([index.lengths for index in opened])
+    hashes = np.concatenate([one.hashes for one in found])
+    _, first = np.unique(hashes, return_index=True)
+    repeated = np.ones(len(hashes), bool)
+    repeated[first] = False
+    repeated &= lengths > 0
+    at = 0
+    for one, index in zip(found, opened, strict=True):
+        here = repeated[at : at + index.sequences]
+        one.duplicates, one.duplicate_tokens = int(here.sum()), int(lengths[at : at + index.sequences][here].sum())
+        at += index.sequences

@@ -1,0 +1,50 @@
+"""Files that appear whole or not at all, and that survive a crash once they are there."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+_BLOCK = 1 << 24
+
+
+def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
+    """Write under a temporary name, bring it to the disk, rename: readers see the old file or the new one."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """The same for plain data."""
+    write_bytes(path, (json.dumps(value, indent=1) + "\n").encode())
+
+
+def sync(path: str | os.PathLike[str]) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file's bytes."""
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            value = zlib.crc32(block, value)
+    return value
