@@ -94,7 +94,9 @@ class Layout:
     deep: bool = False
     """Cases with more than two layers run here too."""
     every: bool = True
-    """All cases run here, or only `REPRESENTATIVES`: what this layout tries, others try with more beside it."""
+    """All cases run here, or only `REPRESENTATIVES`."""
+    evaluate: bool = False
+    """The loss of evaluation is compared, too."""
 
     @property
     def world(self) -> int:
@@ -102,21 +104,25 @@ class Layout:
 
 
 LAYOUTS = {
-    "one-batch1": Layout(batch=1, deep=True),
-    "one-batch4-recompute": Layout(batch=4, recompute="layer"),
+    "one-batch1": Layout(batch=1, deep=True, evaluate=True),
+    "one-batch4-recompute": Layout(batch=4, recompute="layer", every=False),
     "tp2": Layout(tensor=2, every=False),
-    "tp2-sp": Layout(tensor=2, sequence=True),
+    "tp2-sp": Layout(tensor=2, sequence=True, evaluate=True),
     "tp2-sp-recompute-batch4": Layout(tensor=2, sequence=True, recompute="layer", batch=4, every=False),
-    "pp2": Layout(pipeline=2, deep=True),
+    "pp2": Layout(pipeline=2, deep=True, evaluate=True),
     "pp2-batch1": Layout(pipeline=2, batch=1, every=False),
-    "pp2-batch4-recompute": Layout(pipeline=2, batch=4, recompute="layer"),
+    "pp2-batch4-recompute": Layout(pipeline=2, batch=4, recompute="layer", every=False),
     "dp2": Layout(data=2, every=False),
     "dp2-overlap": Layout(data=2, batch=1, overlap=True, every=False),
     "dp2-distopt-overlap": Layout(data=2, batch=1, distributed_optimizer=True, overlap=True),
     "pp3": Layout(pipeline=3, deep=True),
     "tp2-pp2": Layout(tensor=2, pipeline=2, every=False),
-    "tp2-sp-pp2-recompute": Layout(tensor=2, pipeline=2, sequence=True, recompute="layer", deep=True),
-    "dp2-pp2-distopt-overlap": Layout(data=2, pipeline=2, distributed_optimizer=True, overlap=True),
+    "tp2-sp-pp2-recompute": Layout(
+        tensor=2, pipeline=2, sequence=True, recompute="layer", deep=True, every=False, evaluate=True
+    ),
+    "dp2-pp2-distopt-overlap": Layout(
+        data=2, pipeline=2, distributed_optimizer=True, overlap=True, every=False, evaluate=True
+    ),
 }
 
 
@@ -126,9 +132,10 @@ REPRESENTATIVES = (
     "ponderlm2-llama-gqa",
     "adaptive-cot-skip-gqa",
     "everything-llama",
+    "everything-deep",
 )
 WHOLE = "MEGAPONDER_WHOLE_MATRIX" in os.environ
-"""Every case in every layout: minutes on many cores, the better part of an hour on two."""
+"""Every case in every layout, evaluation included: minutes on many cores, the better part of an hour on two."""
 
 
 def cases_of(layout: Layout) -> list[str]:
