@@ -5,7 +5,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
 DEMO ?= demo-run
-SCRIPTS := .ci/run $(wildcard launch/*.sh launch/*.sbatch)
+JOBS ?= 2
+SCRIPTS := .ci/run docker/install.sh $(wildcard launch/*.sh launch/*.sbatch)
 
 # Small models and tests gain nothing from a second thread: waiting for it costs more than it does.
 export OMP_NUM_THREADS ?= 1
@@ -21,15 +22,16 @@ help: ## Show this list
 demo: env ## Train, resume, export and sample a small pondering model on the CPU; result in demo-run/
 	$(BIN)/megaponder demo --out $(DEMO)
 
-test: lint ## Lint, then all tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: lint ## Lint, then all tests, in two processes (make test JOBS=8 takes more)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
-lint: env ## ruff, mypy, codespell, shellcheck
+lint: env ## ruff, mypy, codespell, shellcheck, hadolint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/codespell
 	$(BIN)/shellcheck $(SCRIPTS)
+	$(BIN)/hadolint docker/*.Dockerfile
 
 format: env ## Let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
@@ -38,14 +40,13 @@ format: env ## Let ruff rewrite what it can
 env: $(STAMP) ## Make .venv with the tested versions (Python 3.10+; make env PYTHON=python3.12 picks another)
 
 # The stamp is written last, so an interrupted installation is taken up again.
-$(STAMP): pyproject.toml setup.py constraints.txt
+$(STAMP): pyproject.toml setup.py constraints.txt docker/install.sh
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
 	  echo "megaponder needs Python 3.10 or newer, but $(PYTHON) is $$($(PYTHON) --version 2>/dev/null || echo 'not installed'):" \
 	    "run make env PYTHON=python3.11, or name any newer one you have." >&2; exit 1; }
 	@$(BIN)/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	@echo "Installing into $(VENV) (once, some minutes) ..."
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[dev]'
+	docker/install.sh $(abspath $(BIN))/python dev
 	@touch $@
 
 clean: ## Remove the environment, caches and the demo's folder

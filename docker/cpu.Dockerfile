@@ -3,24 +3,19 @@
 #   docker run --rm -v "$PWD:/work" -w /work megaponder:cpu plan configs/pythia-410m-ponderlm.yaml
 FROM python:3.11.7-slim-bookworm
 
-# torch and megatron-core compile small C++ helpers at first use.
-RUN apt-get update \
-    && apt-get install --yes --no-install-recommends g++ make \
-    && rm -rf /var/lib/apt/lists/*
-
 # Where the wheels with CUDA are not wanted, pass the address of PyTorch's CPU index.
 ARG PIP_EXTRA_INDEX_URL=""
+ENV PIP_NO_CACHE_DIR=1
 
-COPY pyproject.toml setup.py constraints.txt README.md LICENSE /opt/megaponder/
-COPY megaponder /opt/megaponder/megaponder
-COPY configs /opt/megaponder/configs
-RUN cd /opt/megaponder \
-    && pip install --no-cache-dir --constraint constraints.txt torch==2.13.0 \
-    && pip install --no-cache-dir --constraint constraints.txt --editable '.[export,parquet]' \
-    && megaponder --version
+WORKDIR /opt/megaponder
+COPY pyproject.toml setup.py constraints.txt README.md LICENSE ./
+COPY docker/install.sh docker/health.py docker/
+COPY megaponder megaponder
+COPY configs configs
+RUN docker/install.sh python export,parquet && useradd --create-home --uid 1000 ponder
 
-RUN useradd --create-home --uid 1000 ponder
-USER ponder
+USER 1000
 WORKDIR /home/ponder
+HEALTHCHECK --interval=60s --start-period=10m CMD ["python", "/opt/megaponder/docker/health.py"]
 ENTRYPOINT ["megaponder"]
 CMD ["--help"]

@@ -5,21 +5,22 @@
 ARG BASE=nvcr.io/nvidia/pytorch:26.02-py3
 FROM ${BASE}
 
-COPY pyproject.toml setup.py README.md LICENSE /opt/megaponder/
-COPY megaponder /opt/megaponder/megaponder
-COPY configs /opt/megaponder/configs
-COPY launch /opt/megaponder/launch
+WORKDIR /opt/megaponder
+COPY pyproject.toml setup.py README.md LICENSE ./
+COPY docker/gpu-requirements.txt docker/health.py docker/
+COPY megaponder megaponder
+COPY configs configs
+COPY launch launch
 
 # The image's torch is a pre-release by its version number, which pip would replace to meet `torch>=2.11`: therefore the
 # two packages that ask for torch come without their dependencies, and the others by name.
-RUN pip install --no-cache-dir --no-deps megatron-core==0.16.1 --editable /opt/megaponder \
-    && pip install --no-cache-dir \
-        filelock matplotlib numpy orjson prometheus-client psutil pydantic rich ruamel.yaml==0.19.1 safetensors sentencepiece==0.2.3 \
-        tensorboard tokenizers==0.23.3 transformers==5.24.0 zstandard \
-    && megaponder --version
+RUN pip install --no-cache-dir --no-deps megatron-core==0.16.1 --editable . \
+    && pip install --no-cache-dir --requirement docker/gpu-requirements.txt \
+    && megaponder --version \
+    && useradd --create-home --uid 1001 ponder
 
-RUN useradd --create-home --uid 1001 ponder
-USER ponder
+USER 1001
 WORKDIR /home/ponder
+HEALTHCHECK --interval=60s --start-period=10m CMD ["python", "/opt/megaponder/docker/health.py"]
 ENTRYPOINT ["megaponder"]
 CMD ["--help"]

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megaponder"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
-    {"config", "errors"},
+    {"config", "errors", "files"},
     {"data", "checkpoint", "monitor"},
     {"backbone"},
     {"engine"},
@@ -108,6 +108,16 @@ def test_every_dependency_has_a_tested_version() -> None:
     wanted = [*data["dependencies"], *extras["export"], *extras["parquet"], *extras["dev"]]
     assert {canonical(r) for r in wanted} - pinned - {"megaponder"} == set()
     assert "torch==2.13.0" in (ROOT / "constraints.txt").read_text().split()
+
+
+def test_the_gpu_image_has_the_tested_versions() -> None:
+    lines = (ROOT / "docker" / "gpu-requirements.txt").read_text().splitlines()
+    listed = [line for line in lines if line[:1] not in ("", "#")]
+    tested = {line.partition(";")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    assert set(listed) <= tested
+    data = project()
+    wanted = {canonical(r) for r in (*data["dependencies"], *data["optional-dependencies"]["export"])}
+    assert {canonical(r) for r in listed} == wanted - {"torch", "megatron-core", "numpy"}, "the image brings these three"
 
 
 @pytest.mark.parametrize("module", ["megaponder.config.load", "megaponder.cli.main", "megaponder.data.prepare"])

@@ -233,3 +233,16 @@ def test_ranks_and_jobs_share_a_cache_or_have_their_own(blend: RunConfig, tmp_pa
     assert all(r == expected for r in results + private)
     left = [p.name for p in (tmp_path / "run" / "cache").iterdir() if ".tmp-" in p.name or ".damaged" in p.name]
     assert not left
+
+
+def test_a_blend_of_hundreds_of_sources(tmp_path: Path) -> None:
+    weights = np.random.default_rng(3).uniform(0.2, 3.0, 320)
+    blend: list[str | float] = []
+    for number, weight in enumerate(weights):
+        blend += [float(weight), write_documents(tmp_path / f"s{number}", [[number] * 20] * 12)]
+    cfg = config(tmp_path, blend, loss_mask="plain", split="5,1")
+    cfg.model.vocab_size, count = 320, 3200
+    streams = build_streams(cfg, count, 0)
+    found = Counter(row[0] for row in rows(streams.train, 0, count))
+    for number, share in enumerate(weights / weights.sum()):
+        assert abs(found[number] - share * count) < 2, number

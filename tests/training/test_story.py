@@ -1,0 +1,69 @@
+"""A run's whole life on two ranks: start, watch, stop by a signal, requeue, kill -9 in a save, another layout, finish."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaponder.checkpoint import folder, manifest
+from megaponder.cli.main import main
+from megaponder.errors import REQUEUE
+from megaponder.monitor.jsonl import read
+from tests.distributed import Workers
+from tests.training.conftest import Base
+from tests.training.test_resume import assert_overlays
+
+PATIENCE = {"hang": 600.0, "deadline": 1200.0}
+
+
+def start(base: Base, **changes: Any) -> Workers:
+    """The same command in the same run folder on two ranks."""
+    job = {"run": str(base.root / "story"), "data": base.data}
+    return Workers("tests.training.fault_workers:command", 2, PATIENCE | job | changes)
+
+
+def wait_for(what: Any, workers: Workers, seconds: float = 900) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end and None in workers.poll(), workers.output()
+        time.sleep(0.001)
+
+
+def unfinished(root: Path) -> list[Path]:
+    return sorted(root.glob(".step_*.tmp"))
+
+
+def test_the_whole_story(base: Base, capsys: pytest.CaptureFixture[str]) -> None:
+    run = base.root / "story"
+    root = run / "checkpoints"
+
+    first = start(base, parallel__pipeline=2)
+    wait_for(lambda: len(read(run / "metrics.jsonl")) >= 2, first)
+    assert main(["watch", str(run), "--once"]) == 0
+    board = capsys.readouterr().out
+    assert "of 8 (" in board and "loss: training" in board
+    os.kill(first.pids[0], signal.SIGUSR1)
+    assert first.join() == [REQUEUE, REQUEUE], first.output()
+    assert (base.root / "story.exit").read_text() == f"{REQUEUE}\n"
+    stopped = max(folder.published(root))
+    assert f"Stopped by SIGUSR1 after step {stopped}; it is saved." in first.output() and stopped < 8
+
+    second = start(base, parallel__pipeline=2)
+    wait_for(lambda: unfinished(root), second)
+    second.kill()
+    assert unfinished(root), "the kill came while a checkpoint was written"
+    whole = folder.published(root)
+    assert max(whole) >= stopped and all(manifest.damage(path) is None for path in whole.values())
+
+    third = start(base, parallel__tensor=2)
+    assert third.join() == [0, 0], third.output()
+    assert f"Resuming from checkpoint {whole[max(whole)]}" in third.output()
+    assert not unfinished(root) and max(folder.published(root)) == 8
+    assert_overlays(base, "story")
+    assert main(["watch", str(run), "--once"]) == 0
+    assert "finished" in capsys.readouterr().out
