@@ -11,20 +11,19 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from benchmarks.report import origin
+from megaponder.demo.commands import Background, warm_up
 
 RESULTS = Path(__file__).parent / "results"
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "vanilla": ("vanilla", {}),
     "loop": ("loop", {"extra_passes": 3}),
-    "pause": ("pause", {"pauses": 3, "pause_token_id": 2047}),
+    "pause": ("pause", {"pauses": 3, "pause_token_id": 1023}),
     "ponderlm": ("ponderlm", {"steps": 3}),
     "ponderlm, 3 passes": ("ponderlm", {"steps": 2}),
     "ponderlm2": ("ponderlm2", {"latents": 1, "jacobi": 2}),
@@ -45,9 +44,9 @@ def command(name: str, folder: Path, args: argparse.Namespace) -> list[str]:
     options = {k: round(v * args.steps) if k.startswith("ramp_") else v for k, v in options.items()}
     blend = [x for path in args.data for x in (str(1 / len(args.data)), path)]
     return [
-        *(sys.executable, "-m", "megaponder", "train", "configs/demo.yaml", "--run", str(folder)),
+        *("train", "configs/demo.yaml", "--run", str(folder)),
         *("--ponder.method", method, "--ponder.options", json.dumps(options)),
-        *("--data.train", "[" + ", ".join(blend) + "]", "--data.tokenizer", args.tokenizer),
+        *("--data.train", *blend, "--data.tokenizer", args.tokenizer),
         *("--train.steps", str(args.steps), "--train.eval_every", str(args.steps // 5), "--train.eval_batches", "8"),
         *("--checkpoint.every", str(args.steps), "--logging.every", "10", "--logging.tensorboard", "false"),
     ]
@@ -61,7 +60,8 @@ def run(name: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     from megaponder.ponder.settings import method_of
 
     begin = time.perf_counter()
-    subprocess.run(command(name, folder, args), check=True, stdout=subprocess.DEVNULL)
+    args.runs.mkdir(parents=True, exist_ok=True)
+    Background(command(name, folder, args), args.runs / f"{folder.name}.log").wait()
     seconds = time.perf_counter() - begin
     print(f"{name}: {seconds:.0f} s", flush=True)
     cfg = resolve(load_config(folder / "config.yaml", []))
@@ -105,8 +105,8 @@ def table(results: list[dict[str, Any]], args: argparse.Namespace) -> str:
         "\nHalted tokens do not count in adaponderlm, the pruned baselines and adaptive_cot; ponderlm3 trains all its "
         "latents and saves only in decoding, so its depth is what decoding would run at its threshold. Depth counts "
         "passes, of the latent methods rows of a token.\n"
-        "\nWhat such a small run cannot show: which method is better. The models have 1.3 M parameters and see little "
-        "text, one seed, no tuning per method; thresholds and costs were chosen so that tokens really halt within so "
+        "\nWhat such a small run cannot show: which method is better. The models are tiny and see little text, with "
+        "one seed and no tuning per method; thresholds and costs were chosen so that tokens really halt within so "
         "few steps, not from the papers."
     )
     return "\n".join(lines) + "\n"
@@ -138,6 +138,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="methods that train at a time")
     parser.add_argument("--only", nargs="*", default=list(METHODS), choices=list(METHODS))
     args = parser.parse_args()
+    warm_up()
     folders = [args.runs / name.replace(", ", "-").replace(" ", "-") for name in args.only]
     with ThreadPoolExecutor(args.jobs) as pool:
         results = list(pool.map(lambda pair: run(*pair, args), zip(args.only, folders, strict=True)))

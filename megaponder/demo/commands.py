@@ -58,6 +58,27 @@ def kill_command(console: Console, words: list[str], when: Callable[[], bool]) -
     return False
 
 
+class Background:
+    """`megaponder WORDS > LOG &`: a command that runs while others do."""
+
+    def __init__(self, words: list[str], log: Path):
+        self.shown = f"{_shown(words)} > {relative(log)} &"
+        self._words, self._log = words, log
+        self._process = _forked(_megaponder, words, str(log))
+
+    def wait(self) -> str:
+        """What it has printed, once it has ended.  UserError if it failed."""
+        self._process.join()
+        printed = self._log.read_text(errors="replace")
+        _refuse_failure(self._words, self._process.exitcode, printed)
+        return printed
+
+    def stop(self) -> None:
+        """Ends it, if it still runs."""
+        if self._process.exitcode is None:
+            self._process.kill()
+
+
 def run_python(console: Console, code: str, *arguments: str) -> None:
     """Shows and runs a few lines of Python; `arguments` are its sys.argv[1:]."""
     console.print(Syntax(code.strip(), "python", background_color="default"))
@@ -79,8 +100,13 @@ def _forked(target: Callable[..., None], *arguments: Any) -> BaseProcess:
     return process
 
 
-def _megaponder(words: list[str]) -> None:
+def _megaponder(words: list[str], log: str | None = None) -> None:
     from megaponder.cli.main import main
+
+    if log is not None:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
 
     sys.exit(main(words))
 
@@ -91,9 +117,10 @@ def _python(code: str, arguments: tuple[str, ...]) -> None:
     exec(compile(code, "<sample>", "exec"), {"__name__": "__main__"})
 
 
-def _refuse_failure(words: list[str], code: int | None) -> None:
+def _refuse_failure(words: list[str], code: int | None, printed: str = "") -> None:
     if code != 0:
-        raise UserError(f"`{_shown(words)}` ended with exit code {code}; its last lines above say why.")
+        why = f"it said: {printed.strip().splitlines()[-1]}" if printed.strip() else "its last lines above say why."
+        raise UserError(f"`{_shown(words)}` ended with exit code {code}; {why}")
 
 
 def _shown(words: list[str]) -> str:

@@ -11,7 +11,7 @@ from rich.console import Console
 from megaponder.config.load import load_config
 from megaponder.config.schema import RunConfig
 from megaponder.demo import corpus, curves
-from megaponder.demo.commands import kill_command, relative, run_command, run_python, warm_up
+from megaponder.demo.commands import Background, kill_command, relative, run_command, run_python, warm_up
 from megaponder.demo.tokenizer import train_tokenizer
 from megaponder.errors import UserError
 from megaponder.monitor import jsonl
@@ -62,8 +62,7 @@ class Demo:
         claim(self.folder)
         warm_up()
         self.prepare_data()
-        self.train("vanilla", ["--ponder.method", "vanilla"])
-        self.train_with_a_kill()
+        self.train()
         sentence = self.compare()
         self.export()
         self.title("What the plot shows")
@@ -108,14 +107,22 @@ class Demo:
             words += ["--checkpoint.every", "6", "--logging.every", "1"]
         return words
 
-    def train(self, name: str, overrides: list[str]) -> None:
-        """A run without interruption."""
-        self.title(f"Training: {name}")
-        run_command(self.console, self.command(name, overrides))
+    def train(self) -> None:
+        """The vanilla twin on one core and, meanwhile, the pondering model on the other."""
+        self.title("Training: the vanilla twin on one core, PonderLM on another; PonderLM is killed half way")
+        command = self.command("vanilla", ["--ponder.method", "vanilla"])
+        twin = Background(command, self.folder / "vanilla.log")
+        self.console.print(f"[bold green]$[/] {twin.shown}", highlight=False, soft_wrap=True)
+        try:
+            self.train_with_a_kill()
+            self.title("The vanilla twin: the end of its log")
+            for line in twin.wait().splitlines()[-2:]:
+                self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        finally:
+            twin.stop()
 
     def train_with_a_kill(self) -> None:
         """The pondering model, killed with SIGKILL beyond its first checkpoint, then continued by the same command."""
-        self.title("Training: PonderLM, killed half way")
         command = self.command("ponderlm", [])
         run = self.folder / "ponderlm"
         cfg = load_config(CONFIG, command[2:])
