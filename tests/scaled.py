@@ -30,7 +30,7 @@ def scaled(path: Path, run: Path, dataset: str) -> RunConfig:
         "data": {"sequence_length": LENGTH, "train": [dataset], "valid": [], "split": "8,2,0", "eod_id": EOD,
                  "tokenizer": None, "cache": None},
         "parallel": {"tensor": 1, "pipeline": 1, "sequence": False},
-        "train": {"steps": STEPS, "tokens": None, "global_batch": 4, "micro_batch": 2, "eval_batches": 1,
+        "train": {"steps": STEPS, "tokens": None, "global_batch": 4, "micro_batch": 4, "eval_batches": 1,
                   "batch_rampup": None},
         "logging": {"every": 1, "tensorboard": False},
     }  # fmt: skip

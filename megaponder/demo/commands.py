@@ -20,7 +20,7 @@ from rich.syntax import Syntax
 
 from megaponder.errors import UserError
 
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.25
 
 _processes = multiprocessing.get_context("forkserver")
 
@@ -86,6 +86,12 @@ def run_python(console: Console, code: str, *arguments: str) -> None:
     process.join()
     if process.exitcode != 0:
         raise UserError(f"the Python lines above ended with exit code {process.exitcode}; what they printed says why.")
+
+
+def forked(function: Callable[..., Any], *arguments: Any) -> Any:
+    """`function(*arguments)`, run where the imports are done already."""
+    with _processes.Pool(1) as pool:
+        return pool.apply(function, arguments)
 
 
 def _start(console: Console, words: list[str]) -> BaseProcess:

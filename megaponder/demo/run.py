@@ -11,7 +11,7 @@ from rich.console import Console
 from megaponder.config.load import load_config
 from megaponder.config.schema import RunConfig
 from megaponder.demo import corpus, curves
-from megaponder.demo.commands import Background, kill_command, relative, run_command, run_python, warm_up
+from megaponder.demo.commands import Background, forked, kill_command, relative, run_command, run_python, warm_up
 from megaponder.demo.tokenizer import train_tokenizer
 from megaponder.errors import UserError
 from megaponder.monitor import jsonl
@@ -20,7 +20,7 @@ CONFIG = Path(__file__).resolve().parents[2] / "configs" / "demo.yaml"
 MARKER = ".megaponder-demo"
 """File that says that a folder was made by the demo and may be replaced by it."""
 STEPS = 9
-CODE_BYTES = 2_000_000
+CODE_BYTES = 1_200_000
 PROMPT = "The import statement"
 
 SAMPLE = """
@@ -28,7 +28,7 @@ import sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 folder, prompt = sys.argv[1:]
-tokenizer = AutoTokenizer.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 torch.manual_seed(1)
 ids = tokenizer(prompt, return_tensors="pt").input_ids
@@ -139,14 +139,10 @@ class Demo:
     def compare(self) -> str:
         """Plots both runs; returns the sentence that says what is to be seen."""
         self.title("Validation curves")
-        pondering, vanilla = (
-            curves.read_curve(name, self.folder / folder, flops_per_token(self.folder / folder))
-            for name, folder in (("PonderLM", "ponderlm"), ("vanilla", "vanilla"))
-        )
         path = self.folder / "validation.png"
-        curves.plot([pondering, vanilla], path)
+        sentence: str = forked(compare, self.folder, path)
         self.console.print(f"plotted in {relative(path)}")
-        return curves.verdict(pondering, vanilla)
+        return sentence
 
     def export(self) -> None:
         """The pondering model as a Hugging Face folder, and text from it."""
@@ -186,6 +182,16 @@ def repeated_steps(run: Path) -> str:
     steps = ", ".join(f"{s}" for s in both)
     how = "exactly the same losses" if largest == 0 else f"losses that differ by up to {largest:.1e}"
     return f"Logged steps {steps} were trained twice, before the kill and after the resume, with {how}."
+
+
+def compare(folder: Path, plot: Path) -> str:
+    """Draws the validation curves of both runs; returns what they show."""
+    pondering, vanilla = (
+        curves.read_curve(title, folder / name, flops_per_token(folder / name))
+        for title, name in (("PonderLM", "ponderlm"), ("vanilla", "vanilla"))
+    )
+    curves.plot([pondering, vanilla], plot)
+    return curves.verdict(pondering, vanilla)
 
 
 def flops_per_token(run: Path) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import ModelConfig, ParallelConfig, RunConfig
 
-SEQUENCES, LENGTH, VOCAB = 8, 12, 93  # a vocabulary that is a multiple of nothing
+SEQUENCES, LENGTH, VOCAB = 4, 12, 93  # a vocabulary that is a multiple of nothing
 
 
 @dataclass(frozen=True)
@@ -111,17 +111,17 @@ LAYOUTS = {
     "tp2-sp-recompute-batch4": Layout(tensor=2, sequence=True, recompute="layer", batch=4, every=False),
     "pp2": Layout(pipeline=2, deep=True, evaluate=True),
     "pp2-batch1": Layout(pipeline=2, batch=1, every=False),
-    "pp2-batch4-recompute": Layout(pipeline=2, batch=4, recompute="layer", every=False),
+    "pp2-recompute": Layout(pipeline=2, recompute="layer", every=False),
     "dp2": Layout(data=2, every=False),
     "dp2-overlap": Layout(data=2, batch=1, overlap=True, every=False),
     "dp2-distopt-overlap": Layout(data=2, batch=1, distributed_optimizer=True, overlap=True),
-    "pp3": Layout(pipeline=3, deep=True),
+    "pp3": Layout(pipeline=3, batch=1, deep=True),
     "tp2-pp2": Layout(tensor=2, pipeline=2, every=False),
     "tp2-sp-pp2-recompute": Layout(
         tensor=2, pipeline=2, sequence=True, recompute="layer", deep=True, every=False, evaluate=True
     ),
     "dp2-pp2-distopt-overlap": Layout(
-        data=2, pipeline=2, distributed_optimizer=True, overlap=True, every=False, evaluate=True
+        data=2, pipeline=2, batch=1, distributed_optimizer=True, overlap=True, every=False, evaluate=True
     ),
 }
 

@@ -1,4 +1,4 @@
-"""A run's whole life on two ranks: start, watch, stop by a signal, requeue, kill -9 in a save, another layout, finish."""
+"""A run on two ranks: start, watch, stop by a signal, requeue, kill -9 in a save, another layout, finish."""
 
 from __future__ import annotations
 
