@@ -119,8 +119,8 @@ def _audit(prefixes: list[str]) -> int:
         share = f", {one.tokens / total:.1%} of all" if len(found) > 1 else ""
         print(f"{one.prefix}: {one.documents:,} documents, {one.tokens:,} tokens{share}")
         print("  checksums agree" if one.verified else "  no checksums: it was written by another tool or version")
-        print(f"  duplicates {one.duplicates:,} documents with {one.duplicate_tokens:,} tokens", end="")
-        print(f" ({one.duplicate_tokens / max(1, one.tokens):.1%})")
+        part = one.duplicate_tokens / max(1, one.tokens)
+        print(f"  duplicates {one.duplicates:,} with {one.duplicate_tokens:,} tokens ({part:.1%})")
         print("  longest " + ", ".join(f"{tokens:,} tokens (number {number:,})" for tokens, number in one.longest))
         if one.empty:
             print(f"  empty {one.empty:,}")

@@ -37,7 +37,7 @@ def test_shares_duplicates_and_longest(options: PrepareOptions, capsys: pytest.C
     assert found.longest[0] == (501, 106)
     assert main(["inspect", options.output, "--audit"]) == 0
     said = capsys.readouterr().out
-    assert "checksums agree" in said and f"duplicates {found.duplicates} documents" in said
+    assert "checksums agree" in said and f"duplicates {found.duplicates} with" in said
     assert "b.jsonl: 7 documents" in said and "501 tokens (number 106)" in said
 
 
