@@ -64,7 +64,9 @@ def test_a_run_over_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         pass
     stats = {"mean_depth": 1.75, "active_pass0": 1.0, "active_pass1": 0.75, "gate0_bin3": 1.0, "not_listed": 1.0}
     monitor.write(Row(2, 8, 64, {"loss": 3.5, "step_seconds": 0.1, "tokens_per_second": 640.0}, stats))
-    (tmp_path / "manifest.json").write_text('{"files": {"a": {"bytes": 30}, "b": {"bytes": 12}}}')
+    (tmp_path / "manifest.json").write_text(
+        '{"files": {"a": {"bytes": 30, "crc32": 1}, "b": {"bytes": 12, "crc32": 2}}}'
+    )
     monitor.saved(tmp_path, 1.5)
     now = samples(get(port, "/metrics"))
     expected = {

@@ -48,7 +48,7 @@ def test_the_whole_story(base: Base, capsys: pytest.CaptureFixture[str]) -> None
     board = capsys.readouterr().out
     assert "of 8 (" in board and "loss: training" in board
     os.kill(first.pids[0], signal.SIGUSR1)
-    assert first.join() == [REQUEUE, REQUEUE], first.output()
+    assert first.join() == [0, 0], first.output()  # torchrun would take another code for a failure
     assert (base.root / "story.exit").read_text() == f"{REQUEUE}\n"
     stopped = max(folder.published(root))
     assert f"Stopped by SIGUSR1 after step {stopped}; it is saved." in first.output() and stopped < 8
