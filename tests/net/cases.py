@@ -1,4 +1,4 @@
-"""The matrix: every case runs in every layout.  A new method or layout is one line here."""
+"""The matrix of cases and layouts; a new method or layout is one line here."""
 
 from __future__ import annotations
 
@@ -141,7 +141,8 @@ WHOLE = "MEGAPONDER_WHOLE_MATRIX" in os.environ
 def cases_of(layout: Layout) -> list[str]:
     """Cases that run in a layout: those whose layers its pipeline divides and whose passes it allows to vary.
 
-    Deep cases exist for PP = 3; elsewhere they run where most comes together, the shallow ones run everywhere.
+    Deep cases exist for PP = 3; elsewhere they run where most comes together.  Unless WHOLE,
+    layouts without `every` run `REPRESENTATIVES` only.
     """
     found = []
     for name, case in CASES.items():
