@@ -35,8 +35,7 @@ def seal(folder: Path) -> None:
     files |= describe(folder, (p.name for p in folder.iterdir() if p.name not in files and p.name != MANIFEST))
     for name in files:
         sync(folder / name)
-    write_json(folder / MANIFEST, {"files": dict(sorted(files.items()))})
-    sync(folder)
+    write_json(folder / MANIFEST, {"files": dict(sorted(files.items()))})  # syncs the folder, too
 
 
 def damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from megaponder.cli.parser import Commands
+from megaponder.data.blend import prefix_of
 from megaponder.errors import UserError
 
 SUMMARY = "say what a checkpoint, a run or a dataset holds, and whether it is whole"
@@ -38,22 +39,18 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.audit:
-        return _audit([str(_prefix(Path(path))) for path in args.paths])
+        return _audit([prefix_of(path) for path in args.paths])
     if len(args.paths) > 1:
         raise UserError(f"{args.paths[1]}: one path at a time can be inspected; several can be compared with --audit.")
     path = Path(args.paths[0])
     if args.depth is not None:
         return _depth(path, args.depth, Path(args.figure), args.tokenizer)
-    prefix = _prefix(path)
+    prefix = Path(prefix_of(str(path)))
     if Path(f"{prefix}.idx").is_file():
         return _dataset(prefix)
     if path.is_dir():
         return _checkpoint(path, args.tensors)
     raise UserError(f"{path} is neither a dataset (there is no {prefix}.idx) nor a folder; {_nearby(path)}.")
-
-
-def _prefix(path: Path) -> Path:
-    return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
 
 
 def _nearby(path: Path) -> str:

@@ -28,7 +28,8 @@ def _number(item: str | float) -> float | None:
         return None
 
 
-def _prefix(path: str) -> str:
+def prefix_of(path: str) -> str:
+    """The path of a dataset without .bin/.idx."""
     path = path.strip()
     return path[:-4] if path.endswith((".bin", ".idx")) else path
 
@@ -41,7 +42,7 @@ def parse_blend(items: Sequence[str | float], field: str) -> list[Source]:
     """
     numbers = [_number(item) for item in items]
     if not any(number is not None for number in numbers):
-        sources = [Source(_prefix(str(item)), None) for item in items]
+        sources = [Source(prefix_of(str(item)), None) for item in items]
     else:
         weighted = len(items) % 2 == 0 and all((number is not None) == (i % 2 == 0) for i, number in enumerate(numbers))
         if not weighted:
@@ -57,7 +58,7 @@ def parse_blend(items: Sequence[str | float], field: str) -> list[Source]:
             assert weight is not None  # by `weighted` above
             if not (math.isfinite(weight) and weight > 0):
                 raise ConfigError(field, weight, f"the weight of {path} must be above 0", "drop the source or weigh it")
-            sources.append(Source(_prefix(str(path)), weight))
+            sources.append(Source(prefix_of(str(path)), weight))
     if len(sources) > MAX_SOURCES:
         raise ConfigError(field, len(sources), f"a blend has at most {MAX_SOURCES} sources", "merge some of them")
     return sources

@@ -109,7 +109,7 @@ class Demo:
 
     def train(self) -> None:
         """The vanilla twin on one core and, meanwhile, the pondering model on the other."""
-        self.title("Training: the vanilla twin on one core, PonderLM on another; PonderLM is killed half way")
+        self.title("Training: PonderLM, killed half way, beside vanilla")
         command = self.command("vanilla", ["--ponder.method", "vanilla"])
         twin = Background(command, self.folder / "vanilla.log")
         self.console.print(f"[bold green]$[/] {twin.shown}", highlight=False, soft_wrap=True)
