@@ -1,4 +1,4 @@
-"""Self-attention whose core a pondering method can see: projections and RoPE by megatron-core, the middle by a hook.
+"""Self-attention whose core a pondering method can see: projections by megatron-core, the middle by a hook.
 
 Shapes: s rows, b micro-batch, h heads of this rank, g key/value heads of this rank, d head size.
 """
@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
 
+from megaponder.backbone.fused import split, split_rotated
 from megaponder.backbone.union import fused_is_possible, merged_causal
 
 Kept = tuple[Tensor, ...]
@@ -29,7 +29,8 @@ def read_rows(x: Tensor, reads: Reads | None) -> Tensor:
     if reads is None:
         return x
     slots, read = reads
-    return x.unflatten(0, (-1, slots))[:, list(read)].flatten(0, 1)
+    x = x.unflatten(0, (-1, slots))
+    return torch.stack([x[:, i] for i in read], dim=1).flatten(0, 1)
 
 
 def _causal(rows_q: int, rows_k: int, device: torch.device) -> Tensor:
@@ -144,10 +145,9 @@ class PonderAttention(SelfAttention):
     def forward(
         self, hidden_sbh: Tensor, rotary: Tensor | None, attend: Attend, kept: Kept, reads: Reads | None = None
     ) -> tuple[Tensor, Tensor | None, Kept]:
-        q, k, v = self.get_query_key_value_tensors(hidden_sbh)
-        if rotary is not None:
-            q = apply_rotary_pos_emb(q, rotary, config=self.config, cp_group=self.pg_collection.cp)
-            k = apply_rotary_pos_emb(k, rotary, config=self.config, cp_group=self.pg_collection.cp)
+        qkv, _ = self.linear_qkv(hidden_sbh)
+        heads, groups = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
+        q, k, v = split(qkv, heads, groups) if rotary is None else split_rotated(qkv, rotary, heads, groups)
         out, kept = attend(q, k, v, kept, self.core_attention)
         out = read_rows(out, reads)
         projected, bias = self.linear_proj(out.reshape(*out.shape[:2], -1))

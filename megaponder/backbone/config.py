@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -41,15 +42,44 @@ def use_te(precision: PrecisionConfig) -> bool:
     return bool(HAVE_TE and torch.version.cuda and torch.cuda.is_available())
 
 
-def _grad_accum_fusion(precision: PrecisionConfig) -> bool:
-    """NVIDIA apex's GEMM that accumulates into FP32 gradients: used if it is there and nobody said otherwise."""
-    if precision.grad_accum_fusion != "auto":
-        return bool(precision.grad_accum_fusion)
+def why_no_graphs(cfg: RunConfig) -> str:
+    """Reason for which passes of this run cannot be captured as CUDA graphs; empty if they can."""
+    if not torch.cuda.is_available():
+        return "there is no GPU"
+    if cfg.parallel.overlap_grad_reduce or cfg.parallel.overlap_param_gather:
+        return "overlapped communication is started by hooks, which a captured pass does not run"
+    return ""
+
+
+def uses_graphs(cfg: RunConfig) -> bool:
+    """Whether passes are captured as CUDA graphs."""
+    wish = cfg.precision.cuda_graphs
+    return bool(wish) and not why_no_graphs(cfg)
+
+
+def _has_apex_kernel() -> bool:
     try:
         import fused_weight_gradient_mlp_cuda  # noqa: F401
     except ImportError:
         return False
     return True
+
+
+def _grad_accum_fusion(cfg: RunConfig, te: bool) -> bool:
+    """GEMMs that add weight gradients to the FP32 buffers: Transformer Engine's own, or NVIDIA apex's if it is there.
+
+    cuBLAS wants those buffers aligned, which they are with the distributed optimizer.
+    """
+    if cfg.precision.grad_accum_fusion != "auto":
+        return bool(cfg.precision.grad_accum_fusion)
+    return cfg.parallel.distributed_optimizer and (te or _has_apex_kernel())
+
+
+def head_config(config: TransformerConfig) -> TransformerConfig:
+    """For megatron-core's own linear layer, which knows apex's kernel only."""
+    config = copy.copy(config)
+    config.gradient_accumulation_fusion = config.gradient_accumulation_fusion and _has_apex_kernel()
+    return config
 
 
 def deallocates(parallel: ParallelConfig) -> bool:
@@ -59,7 +89,7 @@ def deallocates(parallel: ParallelConfig) -> bool:
     return parallel.deallocate_pipeline_outputs
 
 
-def transformer_config(cfg: RunConfig) -> TransformerConfig:
+def transformer_config(cfg: RunConfig, te: bool = False) -> TransformerConfig:
     """megatron-core's view of a resolved run configuration."""
     m, par, dtype = cfg.model, cfg.parallel, dtype_of(cfg.precision)
     llama = m.family == "llama"
@@ -89,8 +119,7 @@ def transformer_config(cfg: RunConfig) -> TransformerConfig:
         bf16=dtype is torch.bfloat16,
         calculate_per_token_loss=True,  # sums, divided by one global token count: see engine.step
         deallocate_pipeline_outputs=deallocates(par),
-        gradient_accumulation_fusion=_grad_accum_fusion(cfg.precision),
-        cross_entropy_loss_fusion=cfg.precision.fused_cross_entropy,
+        gradient_accumulation_fusion=_grad_accum_fusion(cfg, te),
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         masked_softmax_fusion=False,

@@ -39,7 +39,8 @@ class Embedding(MegatronModule):
         """Embeddings of ids [b, n*slots]; all slots of a token share its position; `factor` spares the positions."""
         words = self.word_embeddings(ids_bs)
         if not self.config.sequence_parallel:
-            words = words.transpose(0, 1)
+            # rows in order: additions keep a transposed layout, and every norm and GEMM would copy its input
+            words = words.transpose(0, 1).contiguous()
         if self.scale * factor != 1.0:
             words = words * (self.scale * factor)
         if self.position_embeddings is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,9 @@ def _te_parts() -> Parts:
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs)
             self._sdpa = SdpaCore(softmax_scale=kwargs.get("softmax_scale"))
+            for kernel in (self.flash_attention, self.fused_attention, self.unfused_attention):
+                # no dropout, so no fork of random states, which a CUDA graph could not capture
+                kernel.attention_dropout_ctx = nullcontext
 
         def forward(self, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None = None) -> Tensor:
             if key_bias is not None or q.shape[0] != k.shape[0]:
@@ -66,7 +70,7 @@ def parts(config: TransformerConfig, te: bool) -> Parts:
     return Parts(ColumnParallelLinear, RowParallelLinear, SdpaCore, local_norm(config), fused_norm=False)
 
 
-def layer_spec(config: TransformerConfig, te: bool, parallel_residual: bool) -> ModuleSpec:
+def layer_spec(config: TransformerConfig, te: bool, family: str, parallel_residual: bool) -> ModuleSpec:
     """Spec of one layer.  Norms carry Transformer Engine's checkpoint names, so both kinds load each other's files."""
     p = parts(config, te)
     norm = IdentityOp if p.fused_norm else p.norm
@@ -80,7 +84,7 @@ def layer_spec(config: TransformerConfig, te: bool, parallel_residual: bool) -> 
     )
     return ModuleSpec(
         module=PonderLayer,
-        params={"parallel_residual": parallel_residual},
+        params={"family": family, "parallel_residual": parallel_residual},
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=ModuleSpec(

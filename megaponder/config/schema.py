@@ -128,10 +128,14 @@ class PrecisionConfig:
     """FP8 recipe of the linear layers (Transformer Engine, Hopper or newer)."""
     implementation: Literal["auto", "local", "te"] = "auto"
     """Layers: PyTorch (local), Transformer Engine (te), or te where it is installed and a GPU is present (auto)."""
-    fused_cross_entropy: bool = False
-    """megatron-core's fused cross entropy; its gradient is rounded to BF16, so it is refused in fp32 runs."""
+    fp8_bf16_layers: int = 0
+    """First and last layers of the model that stay in BF16."""
+    fp8_canary: float = 0.1
+    """Bound of the start-up comparison with BF16: relative difference of the loss; 0 skips it."""
     grad_accum_fusion: bool | Literal["auto"] = "auto"
-    """Fuse gradient accumulation into the GEMM; auto probes for NVIDIA apex's kernel."""
+    """GEMMs add weight gradients to the FP32 buffers; auto: where Transformer Engine or NVIDIA apex's kernel exists."""
+    cuda_graphs: bool | Literal["auto"] = "auto"
+    """Capture passes as CUDA graphs; auto: on a GPU, without overlapped reduction or gathering."""
 
 
 @dataclass

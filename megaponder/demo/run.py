@@ -20,7 +20,7 @@ CONFIG = Path(__file__).resolve().parents[2] / "configs" / "demo.yaml"
 MARKER = ".megaponder-demo"
 """File that says that a folder was made by the demo and may be replaced by it."""
 STEPS = 9
-CODE_BYTES = 1_200_000
+CODE_BYTES = 900_000
 PROMPT = "The import statement"
 
 SAMPLE = """
@@ -32,7 +32,7 @@ tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 torch.manual_seed(1)
 ids = tokenizer(prompt, return_tensors="pt").input_ids
-text = model.generate(ids, max_new_tokens=60, do_sample=True, temperature=0.7, top_k=40)
+text = model.generate(ids, max_new_tokens=40, do_sample=True, temperature=0.7, top_k=40)
 print(tokenizer.decode(text[0]))
 """
 

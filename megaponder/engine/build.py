@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
+import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-from megaponder.backbone.config import dtype_of
+from megaponder.backbone.config import dtype_of, uses_graphs
 from megaponder.backbone.init import initialise
 from megaponder.config.schema import RunConfig
+from megaponder.engine.capture import Captures
 from megaponder.engine.groups import Groups
 from megaponder.engine.stage import PonderStage
 from megaponder.engine.step import Engine
@@ -35,14 +39,19 @@ def build_stage(cfg: RunConfig, method: Method, groups: Groups) -> PonderStage:
 def build_engine(cfg: RunConfig, method: Method, groups: Groups) -> Engine:
     """Stage, its one DistributedDataParallel wrapper, and the schedules."""
     stage = build_stage(cfg, method, groups)
-    ddp = DistributedDataParallel(
-        stage.config,
-        DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            overlap_grad_reduce=cfg.parallel.overlap_grad_reduce,
-            use_distributed_optimizer=cfg.parallel.distributed_optimizer,
-            overlap_param_gather=cfg.parallel.overlap_param_gather,
-        ),
-        stage,
-    )
-    return Engine(stage, ddp, groups, cfg.train.seed, cfg.parallel.microbatch_group)
+    captures = Captures(stage) if uses_graphs(cfg) else None
+    with torch.cuda.stream(captures.stream) if captures else nullcontext():
+        ddp = DistributedDataParallel(
+            stage.config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=cfg.parallel.overlap_grad_reduce,
+                use_distributed_optimizer=cfg.parallel.distributed_optimizer,
+                overlap_param_gather=cfg.parallel.overlap_param_gather,
+            ),
+            stage,
+        )
+    if captures:
+        torch.cuda.current_stream().wait_stream(captures.stream)
+        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+    return Engine(stage, ddp, groups, cfg.train.seed, cfg.parallel.microbatch_group, captures)

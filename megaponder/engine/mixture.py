@@ -18,7 +18,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-MINUS_INF = float("-inf")
+from megaponder.backbone.fused import fused
+from megaponder.engine.loss import MINUS_INF, all_reduce, log_sum_exp, probabilities
 
 
 def mask_padding(logits: Tensor, valid: int) -> Tensor:
@@ -27,12 +28,6 @@ def mask_padding(logits: Tensor, valid: int) -> Tensor:
         return logits
     padding = torch.arange(logits.shape[-1], device=logits.device) >= valid
     return logits.masked_fill(padding, MINUS_INF)
-
-
-def _all_reduce(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Tensor:
-    if group.size() > 1:
-        dist.all_reduce(x, op=op, group=group)
-    return x
 
 
 def _keep_topk(logits: Tensor, topk: int, group: dist.ProcessGroup) -> Tensor:
@@ -46,6 +41,16 @@ def _keep_topk(logits: Tensor, topk: int, group: dist.ProcessGroup) -> Tensor:
     return logits.masked_fill(logits < threshold, MINUS_INF)
 
 
+@fused
+def _expected(p: Tensor, dp: Tensor) -> Tensor:
+    return (p.float() * dp.float()).sum(-1)
+
+
+@fused
+def _softmax_gradient(p: Tensor, dp: Tensor, mean: Tensor) -> Tensor:
+    return ((dp.float() - mean[..., None]) * p.float()).to(p.dtype)
+
+
 class _Mixture(torch.autograd.Function):
     """This rank's part of the mixture and of its gradients; the caller reduces over the tensor group."""
 
@@ -53,13 +58,10 @@ class _Mixture(torch.autograd.Function):
     def forward(
         ctx: Any, h: Tensor, head: Tensor, table: Tensor, scale: float, topk: int, valid: int, group: dist.ProcessGroup
     ) -> Tensor:
-        logits = mask_padding((h @ head.t()).float(), valid)
+        logits = h @ head.t()
         if topk:
-            logits = _keep_topk(logits, topk, group)
-        peak = _all_reduce(logits.amax(-1, keepdim=True), dist.ReduceOp.MAX, group)
-        p = logits.sub_(peak).exp_()
-        total = _all_reduce(p.sum(-1, keepdim=True), dist.ReduceOp.SUM, group)
-        p = p.div_(total).to(h.dtype)
+            logits = _keep_topk(mask_padding(logits, valid), topk, group)
+        p = probabilities(logits, log_sum_exp(logits, valid, group), valid)
         ctx.save_for_backward(h, head, table, p)
         ctx.scale, ctx.group = scale, group
         return (p @ table) * scale
@@ -68,9 +70,9 @@ class _Mixture(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         h, head, table, p = ctx.saved_tensors
         grad = grad * ctx.scale
-        dp = (grad @ table.t()).float()
-        mean = _all_reduce((p * dp).sum(-1, keepdim=True), dist.ReduceOp.SUM, ctx.group)
-        dlogits = (dp.sub_(mean).mul_(p)).to(h.dtype)
+        dp = grad @ table.t()
+        mean = all_reduce(_expected(p, dp), dist.ReduceOp.SUM, ctx.group)
+        dlogits = _softmax_gradient(p, dp, mean)
         flat = lambda t: t.reshape(-1, t.shape[-1])  # noqa: E731
         return dlogits @ head, flat(dlogits).t() @ flat(h), flat(p).t() @ flat(grad), None, None, None, None
 

@@ -30,19 +30,26 @@ def only(active: Tensor, new: Tensor, old: Tensor) -> Tensor:
     return torch.where(active.reshape(*active.shape, *([1] * (new.dim() - 2))), new, old)
 
 
+def count_places(active: Tensor, group: dist.ProcessGroup | None = None) -> int:
+    """Places that every sequence of this rank needs for its active tokens [s, b], rounded up to one of 16 sizes."""
+    s = active.shape[0]
+    most = active.sum(0).max()
+    if group is not None and group.size() > 1:
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    step = max(1, s // SIZES)
+    return min(s, max(1, -(-int(most) // step)) * step)
+
+
 class Rows:
     """The places of active tokens on this rank; `active` [s, b] bool.
 
-    With `group` the sequence is sharded over it: all ranks get equally many places.
+    With `group` the sequence is sharded over it: all ranks get equally many places.  `places` says how many, where
+    they have been counted before (`count_places`); counting makes the host wait for the device.
     """
 
-    def __init__(self, active: Tensor, group: dist.ProcessGroup | None = None):
+    def __init__(self, active: Tensor, group: dist.ProcessGroup | None = None, places: int | None = None):
         s = active.shape[0]
-        most = active.sum(0).max()
-        if group is not None and group.size() > 1:
-            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-        step = max(1, s // SIZES)
-        self.places = min(s, max(1, -(-int(most) // step)) * step)
+        self.places = count_places(active, group) if places is None else places
         # stable: active tokens first, in their order, then halted ones
         self.index = (~active).int().argsort(dim=0, stable=True)[: self.places]
         self.active = active.gather(0, self.index)

@@ -5,12 +5,12 @@ Shapes: n tokens, s rows of this rank (n * slots, divided by TP under sequence p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -27,11 +27,14 @@ from torch.utils.checkpoint import checkpoint
 
 from megaponder.backbone import spec
 from megaponder.backbone.attention import Kept, Reads
-from megaponder.backbone.config import padded_vocab, transformer_config, use_te
+from megaponder.backbone.config import head_config, padded_vocab, transformer_config, use_te
 from megaponder.backbone.embedding import Embedding
 from megaponder.config.schema import RunConfig
+from megaponder.engine import loss
+from megaponder.engine.fp8 import Fp8
 from megaponder.engine.groups import Groups
 from megaponder.engine.mixture import mask_padding
+from megaponder.engine.objective import Objective, objective
 from megaponder.engine.rows import Attending, Rows
 from megaponder.engine.stash import PassState
 from megaponder.engine.table import InputTable
@@ -46,13 +49,15 @@ class PonderStage(MegatronModule):
     """Embedding (first stage), layers, final norm, head and the method's modules (last stage)."""
 
     def __init__(self, cfg: RunConfig, method: Method, groups: Groups, embedding_scale: float):
-        super().__init__(config=transformer_config(cfg))
+        super().__init__(config=transformer_config(cfg, te=use_te(cfg.precision)))
         m, te = cfg.model, use_te(cfg.precision)
         assert m.vocab_size is not None and m.hidden_size is not None and m.num_heads is not None
         self.method, self.groups, self.embedding_scale = method, groups, embedding_scale
         self.vocab_size = m.vocab_size
         self.recompute = cfg.parallel.recompute == "layer"
         self.skip_halted = cfg.ponder.skip_halted
+        self.places: int | None = None
+        """Places for active tokens in the coming pass (`engine.rows`); None: counted when they are needed."""
         first, last = self.pre_process, self.post_process = groups.is_first_stage, groups.is_last_stage
         rows = padded_vocab(m.vocab_size, m.vocab_multiple)
         tied = bool(m.tie_embeddings)
@@ -60,7 +65,8 @@ class PonderStage(MegatronModule):
         if first:
             positions = (m.max_positions or cfg.data.sequence_length) if m.family == "gpt2" else 0
             self.embedding = Embedding(self.config, rows, embedding_scale, positions, groups.tp)
-        layers = [spec.layer_spec(self.config, te, bool(m.parallel_residual))] * get_num_layers_to_build(self.config)
+        layer = spec.layer_spec(self.config, te, str(m.family), bool(m.parallel_residual))
+        layers = [layer] * get_num_layers_to_build(self.config)
         self.decoder = TransformerBlock(
             self.config,
             TransformerBlockSubmodules(layer_specs=layers),
@@ -81,7 +87,7 @@ class PonderStage(MegatronModule):
             self.output_layer = ColumnParallelLinear(
                 m.hidden_size,
                 rows,
-                config=self.config,
+                config=head_config(self.config),
                 init_method=self.config.init_method,
                 bias=False,
                 skip_weight_param_allocation=tied,
@@ -92,6 +98,12 @@ class PonderStage(MegatronModule):
                 self.method_modules = nn.ModuleDict(method.exit_modules())
             for parameter in self.method_modules.parameters():
                 parameter.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
+
+        self.fp8 = Fp8(cfg, self.decoder.layers) if cfg.precision.fp8 != "none" else None
+        for module in self.decoder.modules():
+            # Transformer Engine then adds to the gradients of earlier passes; FP8 weights are renewed by `engine.fp8`
+            if hasattr(module, "is_first_microbatch"):
+                module.is_first_microbatch = False
 
         # megatron-core sums this weight's gradient over the first and last stage when the flag is set
         self.share_embeddings_and_output_weights = groups.pp_size > 1 and (tied or method.mixes_vocabulary)
@@ -129,7 +141,7 @@ class PonderStage(MegatronModule):
 
     # --- one pass -----------------------------------------------------------------------------------------------------
     def run_pass(
-        self, p: Pass, batch: MicroBatch, incoming: Flow | None, state: PassState, step: int | None
+        self, p: Pass, batch: MicroBatch, incoming: Flow | None, state: PassState, step: Tensor | None
     ) -> Flow | Readout:
         """Pass p of this stage's layers; `state` is read and left as the next pass will find it.
 
@@ -169,7 +181,9 @@ class PonderStage(MegatronModule):
         """Places of this rank's active tokens [s, b]; None where all rows run: nobody halts, or halting only masks."""
         if active is None or not self.skip_halted:
             return None
-        rows = Rows(active, self.groups.tp if self.config.sequence_parallel else None)
+        if self.places is not None and self.places >= active.shape[0]:
+            return None
+        rows = Rows(active, self.groups.tp if self.config.sequence_parallel else None, self.places)
         return None if rows.all_of_them else rows
 
     def _layers(self, p: Pass, flow: Flow, kept: Sequence[Kept]) -> tuple[Tensor, list[Kept]]:
@@ -184,6 +198,7 @@ class PonderStage(MegatronModule):
             x = own.take(x)
             rotary = None if rotary is None else rotary[:, 0, 0][rows.index][:, :, None]
         for i, layer in enumerate(self.decoder.layers):
+            precision = self.fp8.layer(i) if self.fp8 else nullcontext
             final = self.groups.is_last_stage and i == len(self.decoder.layers) - 1
             reads = (p.slots, p.reads) if final and p.reads is not None else None
 
@@ -193,11 +208,13 @@ class PonderStage(MegatronModule):
                 *before: Tensor,
                 layer: nn.Module = layer,
                 reads: Reads | None = reads,
+                precision: Callable[[], AbstractContextManager[Any]] = precision,
             ) -> tuple[Tensor, Kept]:
                 def attend(q: Tensor, k: Tensor, v: Tensor, kept: Kept, core: Any) -> tuple[Tensor, Kept]:
                     return self.method.attend(p, q, k, v, riders, kept, Attending(core, rows, active))
 
-                return layer(x, rotary, attend, before, reads)
+                with precision():  # in here, so that a recomputed layer enters it again
+                    return layer(x, rotary, attend, before, reads)
 
             before = kept[i] if kept else ()
             if self.recompute and torch.is_grad_enabled():
@@ -216,13 +233,25 @@ class PonderStage(MegatronModule):
 
     def cross_entropy(self, hidden_sbh: Tensor, labels_nb: Tensor) -> Tensor:
         """Cross entropy of every row, FP32 [n, b]."""
-        return vocab_parallel_cross_entropy(self.local_logits(hidden_sbh), labels_nb)
+        logits, _ = self.output_layer(hidden_sbh, weight=self.head_weight() if self.tied else None)
+        valid = self.vocab_size - self.groups.tp_rank * logits.shape[-1]
+        return loss.cross_entropy(logits, labels_nb, valid, self.groups.tp)
 
     def token_losses(self, hidden_sbh: Tensor, batch: MicroBatch) -> Tensor:
         """Cross entropy of every token, FP32 [n, b]."""
         return self.cross_entropy(hidden_sbh, batch.labels_bn.t().contiguous())
 
     def forward(
-        self, p: Pass, batch: MicroBatch, incoming: Flow | None, state: PassState, step: int | None
-    ) -> Flow | Readout:
-        return self.run_pass(p, batch, incoming, state, step)
+        self,
+        p: Pass,
+        batch: MicroBatch,
+        incoming: Flow | None,
+        state: PassState,
+        step: Tensor | None,
+        tokens: Tensor,
+    ) -> Flow | Objective:
+        """`run_pass`; after the last pass, the loss: `tokens` is its one denominator, of the global batch."""
+        out = self.run_pass(p, batch, incoming, state, step)
+        if isinstance(out, Flow):
+            return out
+        return objective(out, self.token_losses(out.hidden, batch), StageExitTools(self, batch, step), tokens)

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from megaponder.data.batch import MicroBatch
 from megaponder.engine import depth
-from megaponder.engine.chunks import PassChunk, Step
+from megaponder.engine.capture import Captures
+from megaponder.engine.chunks import PassChunk, Runner, Step
 from megaponder.engine.groups import Groups
 from megaponder.engine.message import rider_width
 from megaponder.engine.p2p import PassCommunicator, microbatch_group, receive_orders
@@ -66,9 +67,16 @@ class Engine:
     """One pipeline rank: its stage, wrapped once by DistributedDataParallel, and the schedules that run it."""
 
     def __init__(
-        self, stage: PonderStage, ddp: DistributedDataParallel, groups: Groups, seed: int, group_size: int | None
+        self,
+        stage: PonderStage,
+        ddp: DistributedDataParallel,
+        groups: Groups,
+        seed: int,
+        group_size: int | None,
+        captures: Captures | None = None,
     ):
         self.stage, self.ddp, self.groups = stage, ddp, groups
+        self._runner = Runner(ddp, stage, captures)
         self._seed, self._group_size = seed, group_size
         self.own_time = Stopwatch(groups.device)
         """Of the last training step, from its first forward until gradients are to be reduced."""
@@ -100,11 +108,15 @@ class Engine:
         batches = [_on_device(b, self.groups.device) for b in batches]
         tokens = torch.stack([b.loss_mask_bn.sum() for b in batches]).sum().float()
         dist.all_reduce(tokens, group=self.groups.dp)
-        number = step if train else None
-        run = Step(self.passes(number), batches, number, tokens.clamp(min=1.0))
+        number = torch.tensor(float(step), dtype=torch.float64, device=self.groups.device) if train else None
+        run = Step(self.passes(step if train else None), batches, number, tokens.clamp(min=1.0))
+        if self.stage.fp8:
+            self.stage.fp8.begin_step()
         self.own_time.start()
         with torch.set_grad_enabled(train):
             self._schedule(run, forward_only=not train)
+        if self.stage.fp8 and train:
+            self.stage.fp8.end_step()
         out = self._collect(run, int(tokens.item()))
         out.passes, out.seconds = len(run.passes), time.perf_counter() - begin
         return out
@@ -121,10 +133,10 @@ class Engine:
             pg_collection=_group_collection(),
         )
         if self.groups.pp_size == 1:
-            chunk = PassChunk(self.ddp, self.stage, config, run, None, stash)
+            chunk = PassChunk(self._runner, config, run, None, stash)
             forward_backward_no_pipelining(data_iterator=None, model=chunk, **common)
             return
-        chunks = [PassChunk(self.ddp, self.stage, config, run, p, stash) for p in passes]
+        chunks = [PassChunk(self._runner, config, run, p, stash) for p in passes]
         group = self._group_size or microbatch_group(len(batches), self.groups.pp_size)
         for chunk in chunks:
             c = chunk.config

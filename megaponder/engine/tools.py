@@ -48,8 +48,9 @@ class StageEntryTools:
 class StageExitTools:
     """Last stage: final norm, vocabulary mixture, the method's modules, and the targets of this rank's tokens."""
 
-    def __init__(self, stage: PonderStage, batch: MicroBatch, step: int | None):
+    def __init__(self, stage: PonderStage, batch: MicroBatch, step: Tensor | None):
         self._stage, self._batch, self.step = stage, batch, step
+        self.max_depth = stage.method.max_depth()
 
     @property
     def modules(self) -> nn.ModuleDict:
@@ -120,6 +121,11 @@ class StageExitTools:
 
     def _local(self, x_bn: Tensor) -> Tensor:
         return self.mine(x_bn.t().contiguous())
+
+    @property
+    def whole_mask_nb(self) -> Tensor:
+        """`valid_sb` of all tokens, on every tensor rank."""
+        return self._batch.loss_mask_bn.t()
 
     @property
     def valid_sb(self) -> Tensor:

@@ -66,7 +66,8 @@ def layer_activations(cfg: RunConfig, rows: int, te: bool = False) -> float:
     shards = tp if cfg.parallel.sequence else 1
     if cfg.parallel.recompute == "layer":
         return rows * model.hidden_size * e / shards
-    split = _attention_elements(model) + (5 if model.family == "llama" else 2) * model.ffn_size
+    gated = 3 if te else 4  # SwiGLU keeps its two inputs and its output, and without a kernel of its own silu(gate)
+    split = _attention_elements(model) + (gated if model.family == "llama" else 2) * model.ffn_size
     log_sums = 4 * model.num_heads  # FP32, of the fused attention
     return rows * (_norm_bytes(cfg, te) / shards + (split * e + log_sums) / tp)
 
@@ -84,12 +85,7 @@ def _norm_bytes(cfg: RunConfig, te: bool) -> float:
 def _attention_elements(model: ModelConfig) -> int:
     """Elements of one row between the projections: q, k, v, and the input of the output projection."""
     assert model.hidden_size and model.num_heads and model.num_kv_heads
-    h = model.hidden_size
-    grouped, rotated = model.num_kv_heads != model.num_heads, model.family != "gpt2"
-    if grouped:
-        return 4 * h  # q, repeated k and v, output
-    # v is a view of the fused projection, which stays as a whole; RoPE makes new q and k
-    return 3 * h + (2 * h if rotated else 0) + h
+    return 4 * model.hidden_size  # with grouped queries, k and v are repeated for all heads
 
 
 def rank_memory(

@@ -74,8 +74,11 @@ class ExitTools(Protocol):
         """1.0 where a token's target counts in the loss, else 0.0: [tokens of this rank, b]."""
 
     @property
-    def step(self) -> int | None:
-        """Training step (for ramps); None in evaluation, where an auxiliary loss has its final weight."""
+    def step(self) -> Tensor | None:
+        """Training step, FP64 scalar (for ramps); None in evaluation, where an auxiliary loss has its final weight.
+
+        A tensor, since a captured pass (CUDA graph) would keep the number that it was captured with.
+        """
 
     @property
     def positions_sb(self) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,20 +12,45 @@ from torch import Tensor, nn
 from megaponder.errors import ConfigError
 
 
+class _ExactProduct(torch.autograd.Function):
+    """x w^T of BF16 matrices in FP32: TF32 holds BF16 values exactly, so only the gradient is rounded, to BF16."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = True
+        try:
+            return x.float() @ w.float().t()
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = before
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        grad = grad.to(x.dtype)
+        return grad @ w, grad.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
 def linear32(module: nn.Module, x: Tensor) -> Tensor:
     """A Linear in FP32, whatever the precision of the model: decisions must not hang on rounding."""
     assert isinstance(module, nn.Linear)
+    if x.is_cuda and x.dtype is torch.bfloat16 and module.weight.dtype is torch.bfloat16:
+        out: Tensor = _ExactProduct.apply(x, module.weight)
+        return out if module.bias is None else out + module.bias.float()
     return F.linear(x.float(), module.weight.float(), None if module.bias is None else module.bias.float())
 
 
-def ramp(step: int | None, start: int, end: int) -> float:
-    """0 before `start`, 1 from `end` on, linear between; 1 in evaluation."""
-    if step is None or step >= end:
+def ramp(step: Tensor | None, start: int, end: int) -> Tensor | float:
+    """0 before `start`, 1 from `end` on, linear between; 1 in evaluation (step None)."""
+    if step is None or end <= 0:
         return 1.0
-    return max(0.0, (step - start) / (end - start))
+    if end == start:
+        return (step >= end).to(step.dtype)
+    return ((step - start) / (end - start)).clamp(0.0, 1.0)
 
 
-def smallest(values: Tensor, mask: Tensor, share: float) -> tuple[Tensor, Tensor]:
+def smallest(values: Tensor, mask: Tensor, share: float | Tensor) -> tuple[Tensor, Tensor]:
     """The smallest ceil(share * count) masked values of each sequence.
 
     values, mask [passes, n, b]; returns (selection [passes, n, b], selected per sequence [b]).  Equal values are taken

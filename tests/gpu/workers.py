@@ -60,3 +60,157 @@ def _plain(name: str) -> str:
     """Transformer Engine's names of fused norms -> those of separate norms."""
     name = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
     return name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+
+
+def _engine(cfg: RunConfig) -> Any:
+    from megaponder.engine import groups
+    from megaponder.engine.build import build_engine
+    from megaponder.ponder.settings import method_of
+
+    engine = build_engine(cfg, method_of(cfg), groups.init(cfg))
+    engine.zero_grad()
+    return engine
+
+
+def _batches(step: int, count: int = 2) -> list[Any]:
+    import torch
+
+    from megaponder.data.batch import MicroBatch
+
+    text = torch.randint(0, 1000, (4 * count, 129), generator=torch.Generator().manual_seed(step))
+    return [MicroBatch(t[:, :-1], t[:, 1:], torch.ones(4, 128)) for t in text.split(4)]
+
+
+def _gradient(engine: Any) -> Any:
+    import torch
+
+    return torch.cat([p.main_grad.flatten().double().cpu() for p in engine.stage.parameters()])
+
+
+def _descend(engine: Any) -> None:
+    import torch
+
+    with torch.no_grad():
+        for p in engine.stage.parameters():
+            p.add_((-0.05 * p.main_grad).to(p.dtype))
+    engine.zero_grad()
+
+
+def _case(case: dict[str, Any], precision: str) -> RunConfig:
+    fp8 = precision not in ("fp32", "bf16")
+    implementation = "local" if precision == "fp32" else "te"
+    cfg = config(
+        case["family"],
+        case["method"],
+        case.get("options", {}),
+        implementation,
+        "fp32" if precision == "fp32" else "bf16",
+    )
+    cfg.parallel.distributed_optimizer = precision != "fp32"  # with it, GEMMs add to the gradients themselves
+    cfg.precision.fp8 = precision if fp8 else "none"  # type: ignore[assignment]
+    cfg.ponder.skip_halted = case.get("skip", False)
+    cfg.parallel.recompute = "layer" if case.get("recompute") else "none"
+    return cfg
+
+
+def compare_capture(case: dict[str, Any], precision: str) -> dict[str, Any]:
+    """Six steps of gradient descent, eager and captured, each step from the eager run's weights."""
+    import torch
+
+    out: dict[str, Any] = {"gradient_errors": [], "loss_errors": [], "losses": []}
+    engines = []
+    for graphs in (False, True):
+        cfg = _case(case, precision)
+        cfg.precision.cuda_graphs = graphs
+        engines.append(_engine(cfg))
+    eager, captured = engines
+    if case.get("waits"):
+        run_pass = captured.stage.run_pass
+
+        def waits(*args: Any) -> Any:
+            torch.zeros(1, device="cuda").item()
+            return run_pass(*args)
+
+        captured.stage.run_pass = waits
+    for step in range(6):
+        a = eager.forward_backward(_batches(step), step, train=True)
+        b = captured.forward_backward(_batches(step), step, train=True)
+        ours, theirs = _gradient(captured), _gradient(eager)
+        out["gradient_errors"].append(float((ours - theirs).norm() / theirs.norm()))
+        out["loss_errors"].append(abs(a.loss - b.loss) / a.loss)
+        out["losses"].append(b.loss)
+        _descend(eager)
+        captured.zero_grad()
+        with torch.no_grad():  # the same weights again, so that differences do not add up
+            for p, q in zip(captured.stage.parameters(), eager.stage.parameters(), strict=True):
+                p.copy_(q)
+    out["graphs"], out["failure"] = captured._runner.captures.count, captured._runner.captures.failure
+    return out
+
+
+def compare_fp8(recipe: str) -> dict[str, Any]:
+    """Loss and gradients of FP8 against BF16 on equal weights, after two steps that fill the amax history."""
+    case = {"family": "pythia", "method": "ponderlm", "options": {"steps": 2}}
+    found = []
+    for precision in ("bf16", recipe):
+        cfg = _case(case, precision)
+        cfg.precision.cuda_graphs = False
+        engine = _engine(cfg)
+        for _ in range(3):
+            engine.zero_grad()
+            out = engine.forward_backward(_batches(0), 0, train=True)
+        found.append((out.loss, _gradient(engine)))
+    (loss, grad), (loss8, grad8) = found
+    return {"loss_error": abs(loss8 - loss) / loss, "gradient_error": float((grad8 - grad).norm() / grad.norm())}
+
+
+def watch_fp8_weights(recipe: str) -> dict[str, Any]:
+    """What happens to the quantised weights and their scales within and after a step."""
+    import torch
+
+    cfg = _case({"family": "pythia", "method": "ponderlm", "options": {"steps": 2}}, recipe)
+    cfg.precision.cuda_graphs = False
+    engine = _engine(cfg)
+    engine.forward_backward(_batches(0), 0, train=True)
+    stage, seen = engine.stage, []
+
+    def weights() -> list[Any]:
+        return [m._fp8_workspaces["weight"].dequantize().clone() for m in stage.fp8._modules]
+
+    def scales() -> list[Any]:
+        return [m.fp8_meta["scaling_fwd"].scale.clone() for m in stage.fp8._modules] if recipe == "delayed" else []
+
+    run_pass = stage.run_pass
+
+    def watched(*args: Any) -> Any:
+        out = run_pass(*args)
+        seen.append((weights(), scales()))
+        return out
+
+    stage.run_pass = watched
+    engine.forward_backward(_batches(1, count=1), 1, train=True)
+    before = weights()
+    _descend(engine)
+    engine.forward_backward(_batches(2, count=1), 2, train=True)
+    after = weights()
+    first = seen[:3]
+    return {
+        "weights": len(before),
+        "passes": len(seen) // 2,
+        "changed_within_step": sum(
+            not torch.equal(x, y) for later, _ in first[1:] for x, y in zip(first[0][0], later, strict=True)
+        ),
+        "scales_changed_within_step": sum(
+            not torch.equal(x, y) for _, later in first[1:] for x, y in zip(first[0][1], later, strict=True)
+        ),
+        "changed_after_step": sum(not torch.equal(x, y) for x, y in zip(before, after, strict=True)),
+    }
+
+
+def layers_in_fp8(edge: int) -> list[bool]:
+    """Per layer, whether a step has quantised its weights."""
+    cfg = _case({"family": "llama", "method": "vanilla"}, "current")
+    cfg.precision.fp8_bf16_layers, cfg.precision.cuda_graphs = edge, False
+    engine = _engine(cfg)
+    engine.forward_backward(_batches(0), 0, train=True)
+    return [any(getattr(m, "_fp8_workspaces", None) for m in layer.modules()) for layer in engine.stage.decoder.layers]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from megaponder.engine import depth
 from megaponder.engine.message import pack, rider_width, unpack
@@ -37,8 +38,12 @@ def test_smallest_takes_the_smallest_share_of_each_sequence(seed: int, share: fl
 
 
 def test_ramp() -> None:
-    assert [ramp(s, 10, 20) for s in (0, 10, 15, 20, 99, None)] == [0.0, 0.0, 0.5, 1.0, 1.0, 1.0]
-    assert ramp(0, 0, 0) == 1.0
+    def at(step: int) -> Tensor:
+        return torch.tensor(float(step), dtype=torch.float64)
+
+    assert [float(ramp(at(s), 10, 20)) for s in (0, 10, 15, 20, 99)] == [0.0, 0.0, 0.5, 1.0, 1.0]
+    assert ramp(None, 10, 20) == 1.0 and ramp(at(0), 0, 0) == 1.0
+    assert [float(ramp(at(s), 7, 7)) for s in (6, 7)] == [0.0, 1.0]
 
 
 def test_log_tails_are_exact_and_fall() -> None:

@@ -8,12 +8,31 @@ FP8_ALIGNMENT = 16
 """Both sides of an FP8 GEMM are multiples of this."""
 
 
-def fused_cross_entropy_is_bf16(c: Case) -> None:
-    """The fused kernel rounds its gradient to BF16, also in a run that is FP32 otherwise."""
-    p = c.cfg.precision
-    rule = "its gradient is rounded to bf16, which an fp32 run must not be"
-    ok = not (p.fused_cross_entropy and p.dtype == "fp32")
-    require(ok, "precision.fused_cross_entropy", True, rule, "use false, or precision.dtype: bf16")
+def graphs_exclude_overlap(c: Case) -> None:
+    """A captured pass runs no hooks, and overlapped communication is started by hooks."""
+    par = c.cfg.parallel
+    overlap = par.overlap_grad_reduce or par.overlap_param_gather
+    rule = "a captured pass cannot start the communication of parallel.overlap_grad_reduce or overlap_param_gather"
+    require(c.cfg.precision.cuda_graphs is not True or not overlap, "precision.cuda_graphs", True, rule, "use auto")
+
+
+def fused_gradients_are_aligned(c: Case) -> None:
+    """cuBLAS adds to aligned buffers only, and only the distributed optimizer's are."""
+    rule = "it needs parallel.distributed_optimizer: other gradient buffers are not aligned"
+    ok = c.cfg.precision.grad_accum_fusion is not True or c.cfg.parallel.distributed_optimizer
+    require(ok, "precision.grad_accum_fusion", True, rule, "use auto")
+
+
+def fp8_edges_leave_layers(c: Case) -> None:
+    """Some layer must be left for FP8."""
+    p, layers = c.cfg.precision, c.cfg.model.num_layers
+    assert layers
+    require(p.fp8_bf16_layers >= 0, "precision.fp8_bf16_layers", p.fp8_bf16_layers, "it must not be negative", "use 0")
+    if p.fp8 != "none":
+        rule = f"of {layers} layers none would be left for fp8"
+        fix = f"the nearest is {(layers - 1) // 2}"
+        require(2 * p.fp8_bf16_layers < layers, "precision.fp8_bf16_layers", p.fp8_bf16_layers, rule, fix)
+    require(p.fp8_canary >= 0, "precision.fp8_canary", p.fp8_canary, "it must not be negative", "use 0 to skip it")
 
 
 def fp8_needs_bf16(c: Case) -> None:
@@ -64,13 +83,20 @@ def machine_has_the_kernels(c: Case) -> None:
         rule = "blockwise scaling needs compute capability 9.0 (Hopper) or newer"
         ok = p.fp8 != "blockwise" or (here.capability or (0, 0)) >= (9, 0)
         require(ok, "precision.fp8", p.fp8, rule, "the nearest is current")
-    rule = "NVIDIA apex's kernel fused_weight_gradient_mlp_cuda is missing here"
-    ok = p.grad_accum_fusion is not True or here.grad_accum_kernel
+    rule = "a GPU is missing here"
+    require(
+        p.cuda_graphs is not True or here.device == "cuda", "precision.cuda_graphs", True, rule, "use auto or false"
+    )
+    rule = "Transformer Engine and NVIDIA apex's kernel fused_weight_gradient_mlp_cuda are missing here"
+    te = te and p.implementation != "local"
+    ok = p.grad_accum_fusion is not True or te or here.grad_accum_kernel
     require(ok, "precision.grad_accum_fusion", True, rule, "use auto or false")
 
 
 RULES: tuple[Rule, ...] = (
-    fused_cross_entropy_is_bf16,
+    graphs_exclude_overlap,
+    fused_gradients_are_aligned,
+    fp8_edges_leave_layers,
     fp8_needs_bf16,
     fp8_sizes_are_aligned,
     machine_has_the_kernels,

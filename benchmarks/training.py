@@ -1,0 +1,408 @@
+"""Training steps on GPUs: tokens/s, MFU and memory of one table of configurations, all measured in one process.
+
+    python -m benchmarks.training methods                     one GPU
+    torchrun --nproc-per-node 2 -m benchmarks.training two-gpus
+    python -m benchmarks.training --list
+
+A step is forward, backward, gradient reduction, clipping and AdamW of `--micro-batches` micro-batches of random tokens,
+sequence 2048, in BF16 with FP32 master weights and the distributed optimizer.  Rows of a table run one after the other
+in one process; each is warmed up, then timed by the host around a device synchronisation, median of `--steps`.  The
+rows of plain megatron-core are its own GPTModel with its Transformer Engine spec, DDP, optimizer and schedule.
+Writes benchmarks/results/training-TABLE.{json,md}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.report import origin
+from megaponder.config.resolve import resolve
+from megaponder.config.schema import ModelConfig, RunConfig
+
+RESULTS = Path(__file__).parent / "results"
+VOCAB = 50304
+LENGTH = 2048
+PEAK = 989.4e12
+"""Dense BF16 peak of an H100 or H200 (SXM) by the datasheet; MFU refers to it in every precision."""
+
+
+@dataclass
+class Row:
+    """One configuration."""
+
+    name: str
+    preset: str
+    method: str = "vanilla"
+    options: dict[str, Any] = field(default_factory=dict)
+    batch: int = 4
+    fp8: str = "none"
+    graphs: bool = True
+    plain: bool = False
+    """Plain megatron-core."""
+    halted: float | None = None
+    """Share of token-passes that halt, at random places; the method is then `drawn` (below)."""
+    skip: bool = False
+    recompute: bool = False
+    tensor: int = 1
+    pipeline: int = 1
+    micro_batches: int | None = None
+
+
+PONDER = ("ponderlm", {"steps": 3})
+ADA = ("adaponderlm", {"steps": 3})
+
+
+def _paired(preset: str, batch: int) -> list[Row]:
+    name = preset.removeprefix("llama-")
+    return [
+        Row(f"megatron-core {name}", preset, batch=batch, plain=True),
+        Row(f"vanilla {name}, eager", preset, batch=batch, graphs=False),
+        Row(f"vanilla {name}, captured", preset, batch=batch),
+    ]
+
+
+def _passes(preset: str, batch: int, method: tuple[str, dict[str, Any]] = PONDER) -> list[Row]:
+    return [
+        Row(f"{method[0]} {preset}, {what}", preset, *method, batch=batch, fp8=fp8)
+        for what, fp8 in (("BF16", "none"), ("FP8 current", "current"), ("FP8 delayed", "delayed"))
+    ]
+
+
+LOOP = ("loop", {"extra_passes": 3})
+
+
+def _halting() -> list[Row]:
+    return [
+        Row(f"{share:.0%} halted, {how}", "pythia-1.4b", *ADA, batch=4, halted=share, skip=how == "gathered")
+        for share in (0.0, 0.15, 0.3, 0.45)
+        for how in ("masked", "gathered")
+    ]
+
+
+def _depths() -> list[Row]:
+    return [
+        Row(f"{preset} K={k}", preset, "loop" if k > 1 else "vanilla", {"extra_passes": k - 1} if k > 1 else {}, batch)
+        for preset, batch in (("llama-410m", 8), ("llama-1.4b", 4))
+        for k in (1, 2, 4)
+    ]
+
+
+def _latents() -> list[Row]:
+    return [
+        Row(f"ponderlm2 {preset}, {what}", preset, "ponderlm2", {"latents": 1, "jacobi": 3}, batch, fp8)
+        for preset, batch in (("llama-410m", 4), ("llama-1.4b", 2))
+        for what, fp8 in (("BF16", "none"), ("FP8 delayed", "delayed"))
+    ]
+
+
+TABLES: dict[str, list[Row]] = {
+    "baseline": [*_paired("llama-410m", 8), *_paired("llama-1.4b", 4)],
+    "methods": [
+        *_passes("pythia-410m", 8),
+        *_passes("pythia-410m", 8, ADA),
+        *_passes("pythia-1.4b", 4),
+        *_passes("pythia-1.4b", 4, ADA),
+    ],
+    "passes": _depths(),
+    "ponderlm2": _latents(),
+    "halting": _halting(),
+    "one-gpu": [
+        Row("K=4, batch 2", "llama-1.4b", *LOOP, batch=2, micro_batches=8),
+        Row("K=4, batch 4", "llama-1.4b", *LOOP, batch=4, micro_batches=4),
+    ],
+    "two-gpus": [
+        Row("DP=2, batch 4", "llama-1.4b", *LOOP, batch=4, micro_batches=4),
+        Row("PP=2, batch 2", "llama-1.4b", *LOOP, batch=2, micro_batches=8, pipeline=2),
+        Row("PP=2, batch 2, eager", "llama-1.4b", *LOOP, batch=2, micro_batches=8, pipeline=2, graphs=False),
+        Row("TP=2 + SP, batch 4", "llama-1.4b", *LOOP, batch=4, micro_batches=4, tensor=2),
+    ],
+}
+"""`one-gpu` is what the ratios of `two-gpus` refer to: run both in one call."""
+
+
+def config(row: Row, micro_batches: int) -> RunConfig:
+    """The row as a run configuration."""
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    cfg = RunConfig(model=ModelConfig(preset=row.preset, vocab_size=VOCAB, vocab_multiple=128))
+    cfg.ponder.method, cfg.ponder.options, cfg.ponder.skip_halted = row.method, dict(row.options), row.skip
+    cfg.data.sequence_length = LENGTH
+    p = cfg.parallel
+    p.tensor, p.pipeline, p.sequence = row.tensor, row.pipeline, row.tensor > 1
+    p.distributed_optimizer, p.recompute = True, "layer" if row.recompute else "none"
+    dp = world // (row.tensor * row.pipeline)
+    cfg.train.steps, cfg.train.micro_batch = 100, row.batch
+    cfg.train.global_batch = row.batch * micro_batches * dp
+    cfg.precision.dtype, cfg.precision.implementation, cfg.precision.fp8 = "bf16", "te", row.fp8  # type: ignore[assignment]
+    cfg.precision.cuda_graphs = row.graphs
+    return resolve(cfg)
+
+
+def batches(row: Row, micro_batches: int, draw: torch.Generator) -> list[Any]:
+    from megaponder.data.batch import MicroBatch
+
+    out = []
+    for _ in range(micro_batches):
+        text = torch.randint(0, VOCAB, (row.batch, LENGTH + 1), generator=draw, device="cuda")
+        out.append(
+            MicroBatch(
+                text[:, :-1].contiguous(), text[:, 1:].contiguous(), torch.ones(row.batch, LENGTH, device="cuda")
+            )
+        )
+    return out
+
+
+def ours(row: Row, micro_batches: int) -> tuple[Callable[[int], float], dict[str, Any]]:
+    """A function that takes training steps of this system, and what is known of the row."""
+    from megaponder.config.facts import facts_of
+    from megaponder.engine import build, groups
+    from megaponder.plan import flops, memory
+    from megaponder.ponder.settings import method_of
+    from megaponder.training.optimizer import build_optimizer
+    from megaponder.training.step import optimizer_step
+
+    cfg = config(row, micro_batches)
+    place = groups.init(cfg)
+    method = method_of(cfg)
+    if row.halted is not None:
+        _halt_at_random(method, row.halted)
+    build.initialise = _quick_weights  # type: ignore[assignment]
+    engine = build.build_engine(cfg, method, place)
+    optimizer = build_optimizer(cfg, engine.ddp)
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-5
+    draw = torch.Generator("cuda").manual_seed(1 + place.dp_rank)
+    data = batches(row, micro_batches, draw)
+
+    def step(number: int) -> float:
+        out, _ = optimizer_step(engine, optimizer, data, number, lambda *_: True, lambda _: None)
+        return out.loss
+
+    needed, executed = flops.mean_needed(cfg, method), flops.mean_executed(cfg, method)
+    if method.skips and row.halted is not None:
+        parts = [p.total for p in flops.step_flops(cfg, method).passes]
+        active = [1.0] + [1.0 - row.halted * len(parts) / (len(parts) - 1)] * (len(parts) - 1)
+        needed = 3 * sum(a * f for a, f in zip(active, parts, strict=True))
+    expected = memory.rank_memory(
+        cfg, facts_of(method, 1), method.passes(cfg.train.seed, 0), place.world_size, place.pp_rank, te=True
+    )
+    facts = {"needed": needed, "executed": executed, "planned_gib": expected.total / 2**30, "engine": engine}
+    return step, facts
+
+
+def _quick_weights(stage: torch.nn.Module, **_: Any) -> None:
+    """Weights of the right size made on the GPU: the run's own, the same in every layout, take the CPU a minute."""
+    with torch.no_grad():
+        for name, parameter in stage.named_parameters():
+            if name.startswith("method_modules."):
+                continue
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.02)
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+
+
+def _halt_at_random(method: Any, share: float) -> None:
+    """Tokens go on or halt by a fixed draw instead of their gates, which still run: the same share of later passes."""
+    decide, passes = method.decide, method.max_depth()
+    later = share * passes / (passes - 1)  # of the passes after the first
+
+    def drawn(p: Any, state: Any, active: Any, carry: Any, tools: Any) -> Any:
+        s, _ = decide(p, state, active, carry, tools)
+        n, b = s.shape
+        order = torch.arange(n, device=s.device)[:, None] * 7919 + torch.arange(b, device=s.device) * 31
+        return s, (order % 1000) >= 1000 * later
+
+    method.decide = drawn
+
+
+def plain(row: Row, micro_batches: int) -> tuple[Callable[[int], float], dict[str, Any]]:
+    """The same with megatron-core alone."""
+    import torch.nn.functional as F
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+    from megatron.core.transformer import TransformerConfig
+
+    from megaponder.engine import groups
+    from megaponder.plan import flops
+    from megaponder.ponder.settings import method_of
+
+    cfg = config(row, micro_batches)
+    groups.init(cfg)
+    m = cfg.model
+    core = TransformerConfig(
+        num_layers=m.num_layers, hidden_size=m.hidden_size, num_attention_heads=m.num_heads,
+        ffn_hidden_size=m.ffn_size, gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
+        normalization="RMSNorm", hidden_dropout=0.0, attention_dropout=0.0,
+        bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16,
+        bias_activation_fusion=True, apply_rope_fusion=True, bias_dropout_fusion=True, masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False, cross_entropy_loss_fusion=True,
+    )  # fmt: skip
+    spec = get_gpt_layer_with_transformer_engine_spec()
+    model = GPTModel(
+        core, spec, vocab_size=VOCAB, max_sequence_length=LENGTH, position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    ).cuda().bfloat16()  # fmt: skip
+    ddp = DistributedDataParallel(
+        core, DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True), model
+    )
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam", lr=1e-5, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True,
+            clip_grad=1.0,
+        ),
+        [ddp],
+    )  # fmt: skip
+    core.finalize_model_grads_func = finalize_model_grads
+    data = batches(row, micro_batches, torch.Generator("cuda").manual_seed(1))
+    positions = torch.arange(LENGTH, device="cuda").expand(row.batch, -1)
+
+    def forward(iterator: Any, chunk: Any) -> Any:
+        batch = next(iterator)
+        losses = chunk(batch.ids_bn, positions, None, labels=batch.labels_bn)
+        return losses, lambda out: (out.mean(), {"loss": out.detach().mean()})
+
+    def step(_: int) -> float:
+        ddp.zero_grad_buffer()
+        optimizer.zero_grad()
+        seen = forward_backward_no_pipelining(
+            forward_step_func=forward, data_iterator=iter(data), model=ddp, num_microbatches=micro_batches,
+            seq_length=LENGTH, micro_batch_size=row.batch,
+        )  # fmt: skip
+        optimizer.step()
+        return float(torch.stack([s["loss"] for s in seen]).mean())
+
+    needed = flops.mean_needed(cfg, method_of(cfg))
+    return step, {"needed": needed, "executed": needed, "planned_gib": None, "engine": None}
+
+
+def measure(row: Row, args: argparse.Namespace) -> dict[str, Any]:
+    """Times one row."""
+    count = row.micro_batches or args.micro_batches or (4 if "410m" in row.preset else 2)
+    torch.cuda.reset_peak_memory_stats()
+    begin = time.perf_counter()
+    step, facts = (plain if row.plain else ours)(row, count)
+    losses = [step(i) for i in range(args.warm)]
+    torch.cuda.synchronize()
+    ready = time.perf_counter() - begin
+    if args.profile:
+        _profile(step, row, args)
+    times = []
+    for i in range(args.steps):
+        start = time.perf_counter()
+        losses.append(step(args.warm + i))
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    devices = dist.get_world_size()
+    seconds = statistics.median(times)
+    tokens = row.batch * count * LENGTH * (devices // (row.tensor * row.pipeline))
+    engine = facts.pop("engine")
+    rate = tokens / seconds / devices
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "name": row.name, "row": vars(row), "micro_batches": count, "devices": devices,
+        "seconds": seconds, "spread": (max(times) - min(times)) / seconds, "tokens_per_second_per_gpu": rate,
+        "mfu": rate * facts["needed"] / PEAK, "hfu": rate * facts["executed"] / PEAK,
+        "graphs": engine._runner.captures.count if engine is not None and engine._runner.captures else 0,
+        "peak_gib": (total - free) / 2**30, "allocated_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "planned_gib": facts["planned_gib"], "set_up_s": ready, "loss": losses[-1], "first_loss": losses[0],
+    }  # fmt: skip
+
+
+def _profile(step: Callable[[int], float], row: Row, args: argparse.Namespace) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+        step(args.warm)
+        torch.cuda.synchronize()
+    if dist.get_rank() == 0:
+        events = seen.key_averages()
+        text = events.table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=90)
+        args.profile.mkdir(parents=True, exist_ok=True)
+        (args.profile / f"{row.name.replace(' ', '-').replace(',', '')}.txt").write_text(text)
+
+
+def table(results: list[dict[str, Any]], args: argparse.Namespace) -> str:
+    """The Markdown report."""
+    from importlib.metadata import version
+
+    launcher = " under torchrun" if dist.get_world_size() > 1 else ""
+    lines = [
+        f"# Training steps: {args.table}\n",
+        f"{origin()}, megatron-core {version('megatron-core')}, Transformer Engine {version('transformer-engine')}, "
+        f"{dist.get_world_size()} GPU(s). Command: `python -m benchmarks.training {args.table}`{launcher}. "
+        f"Sequence {LENGTH}, random tokens, AdamW and distributed optimizer in every step. MFU: needed FLOPs "
+        "(multiply-add = 2, causal half of attention, no recompute) over the BF16 peak of 989.4 TFLOP/s, whatever the "
+        "precision.\n",
+        "| row | micro-batch x number | tokens/s/GPU | MFU | step ms | spread | graphs | peak GiB | planned GiB |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in results:
+        if "error" in r:
+            lines.append(f"| {r['name']} | failed: {r['error']} |")
+            continue
+        planned = "" if r["planned_gib"] is None else f"{r['planned_gib']:.1f}"
+        size = f"{r['row']['batch']} x {r['micro_batches']}"
+        lines.append(
+            f"| {r['name']} | {size} | {r['tokens_per_second_per_gpu']:,.0f} | {r['mfu']:.1%} | "
+            f"{1e3 * r['seconds']:.0f} | {r['spread']:.1%} | {r['graphs']} | {r['peak_gib']:.1f} | {planned} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", nargs="?", choices=list(TABLES))
+    parser.add_argument("--list", action="store_true", help="rows of every table")
+    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps")
+    parser.add_argument("--warm", type=int, default=3, help="steps before")
+    parser.add_argument("--micro-batches", type=int, help="of a step; default: 4 of 410M, 2 of 1.4B")
+    parser.add_argument("--profile", type=Path, help="also write a kernel table of one step of each row to this folder")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    if args.list or not args.table:
+        for name, rows in TABLES.items():
+            print(name, *(f"    {row.name}" for row in rows), sep="\n")
+        return
+    results = []
+    for row in TABLES[args.table]:
+        if args.only not in row.name:
+            continue
+        try:
+            results.append(measure(row, args))
+        except Exception as error:  # the other rows shall still be measured
+            traceback.print_exc()
+            results.append({"name": row.name, "row": vars(row), "error": f"{type(error).__name__}: {error}"[:300]})
+        if dist.get_rank() == 0:
+            r = results[-1]
+            line = r.get("error") or (
+                f"{r['tokens_per_second_per_gpu']:,.0f} tok/s {r['mfu']:.1%} {r['peak_gib']:.1f} GiB, "
+                f"set up {r['set_up_s']:.0f} s, loss {r['loss']:.3f}"
+            )
+            print(f"{row.name}: {line}", flush=True)
+            args.output.mkdir(parents=True, exist_ok=True)
+            (args.output / f"training-{args.table}.json").write_text(json.dumps(results, indent=1, default=str) + "\n")
+            (args.output / f"training-{args.table}.md").write_text(table(results, args))
+        gc.collect()
+        torch.cuda.empty_cache()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+"""Passes as CUDA graphs: captured once, forward and backward, then replayed by two launches instead of thousands.
+
+A pass is a pure function of tensors: the micro-batch, what came in, what this stage kept from the pass before.  Its
+first run with given shapes is an ordinary one, which warms libraries and compilers up; the second is captured, forward
+and backward together.  The backward graph adds parameter gradients to `main_grad` itself, so DistributedDataParallel's
+hooks have nothing to do, and returns gradients of the inputs alone.
+
+    key     (pass, places for active tokens, slot, which inputs are outputs of which graph)
+    slot    micro-batches that are between their first forward and their last backward hold one each: their graphs
+            have memory of their own.  Without a pipeline there is one.
+    pool    one per pass and slot: the variants of a pass (sizes of a gathered one) take turns in the same memory.
+
+What a graph reads lies in static tensors.  An input that is the output of another graph is read where it lies; all
+others are copied.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from megaponder.data.batch import MicroBatch
+from megaponder.engine.objective import Objective
+from megaponder.engine.rows import count_places
+from megaponder.engine.stage import PonderStage
+from megaponder.engine.stash import PassState
+from megaponder.ponder.base import Flow, Pass
+
+Tree = Any
+
+
+def _place(t: Tensor) -> tuple[Any, ...]:
+    """Where a tensor lies and how."""
+    return t.data_ptr(), tuple(t.shape), t.stride(), t.dtype
+
+
+def _shape(t: Tensor) -> tuple[Any, ...]:
+    return tuple(t.shape), t.dtype, t.requires_grad
+
+
+@dataclass
+class _Graphs:
+    """A captured pass."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    structure: Tree
+    forward: torch.cuda.CUDAGraph
+    backward: torch.cuda.CUDAGraph
+    grads_out: list[Tensor | None]
+    """Where the backward graph reads the gradient of each output; None: it has none."""
+    grads_in: list[Tensor | None]
+    """Where it leaves the gradient of each input."""
+
+
+class _Replay(torch.autograd.Function):
+    """Forward graph now, backward graph in its turn.  `anchor` makes passes without such inputs differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, graphs: _Graphs, done: Any, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        for static, given in zip(graphs.inputs, inputs, strict=True):
+            if static.data_ptr() != given.data_ptr():
+                static.copy_(given)
+        graphs.forward.replay()
+        ctx.graphs, ctx.done = graphs, done
+        out = tuple(o.detach() for o in graphs.outputs)
+        ctx.mark_non_differentiable(*(o for o, g in zip(out, graphs.grads_out, strict=True) if g is None))
+        ctx.set_materialize_grads(False)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        graphs: _Graphs = ctx.graphs
+        for static, given in zip(graphs.grads_out, grads, strict=True):
+            if static is None:
+                continue
+            if given is None:
+                static.zero_()
+            elif static.data_ptr() != given.data_ptr():
+                static.copy_(given)
+        graphs.backward.replay()
+        ctx.done()
+        return (None, None, None, *(None if g is None else g.detach() for g in graphs.grads_in))
+
+
+@dataclass
+class _Slots:
+    """Numbers of micro-batches in flight; a freed number is used again."""
+
+    free: list[int] = field(default_factory=list)
+    held: dict[int, int] = field(default_factory=dict)
+    made: int = 0
+
+    def take(self, microbatch: int) -> int:
+        if microbatch not in self.held:
+            if not self.free:
+                self.free.append(self.made)
+                self.made += 1
+            self.held[microbatch] = self.free.pop()
+        return self.held[microbatch]
+
+    def give(self, microbatch: int) -> None:
+        if microbatch in self.held:
+            self.free.append(self.held.pop(microbatch))
+
+
+class Captures:
+    """The captured passes of one stage."""
+
+    def __init__(self, stage: PonderStage):
+        self._stage = stage
+        self.stream = torch.cuda.Stream()
+        """All captures happen on it.  DistributedDataParallel must be made on it too: autograd remembers the stream on
+        which a parameter's gradient is accumulated, and a capture must not touch another."""
+        self._parameters = [p for p in stage.parameters() if p.requires_grad]
+        self._graphs: dict[Any, _Graphs] = {}
+        self._seen: set[Any] = set()
+        self._pools: dict[Any, Any] = {}
+        self._owned: set[Any] = set()
+        self.failure = ""
+        """Why no pass is captured any more."""
+        self._shared: dict[Any, _Graphs] = {}
+        """The first variant of a pass: the others leave their results where it does, so that one variant fits all."""
+        self._slots = _Slots()
+        self._anchor = torch.zeros((), device=stage.groups.device, requires_grad=True)
+
+    @property
+    def count(self) -> int:
+        """Captured passes so far."""
+        return len(self._graphs)
+
+    def run(
+        self,
+        p: Pass,
+        microbatch: int,
+        batch: MicroBatch,
+        incoming: Flow | None,
+        state: PassState,
+        step: Tensor | None,
+        tokens: Tensor,
+    ) -> Flow | Objective:
+        """`PonderStage.forward` with gradients: run, captured or replayed."""
+        places = self._places(p, batch, incoming)
+        tree = _to_tree(batch, incoming, state, step, tokens)
+        leaves, structure = _pytree.tree_flatten(tree)
+        inputs = [t for t in leaves if t is not None]
+        shapes = (p, places, repr(structure), tuple(None if t is None else _shape(t) for t in leaves))
+        if self.failure or shapes not in self._seen:
+            self._seen.add(shapes)
+            return self._as_it_is(places, p, batch, incoming, state, step, tokens)
+        slot = self._slots.take(microbatch)
+        key = (shapes, slot, tuple(_place(t) if _place(t) in self._owned else None for t in inputs))
+        if key not in self._graphs:
+            try:
+                self._graphs[key] = self._capture(p, places, leaves, structure, slot)
+            except RuntimeError as error:
+                self.failure = str(error).splitlines()[0]
+                warnings.warn(
+                    f"pass {p.index} cannot be captured, so passes run as they are: {self.failure}", stacklevel=2
+                )
+                return self._as_it_is(places, p, batch, incoming, state, step, tokens)
+        graphs = self._graphs[key]
+        first = p.index == 0
+
+        def done() -> None:
+            if first:  # the last backward of this micro-batch on this stage
+                self._slots.give(microbatch)
+
+        outputs = _Replay.apply(graphs, done, self._anchor, *inputs)
+        return _from_tree(_pytree.tree_unflatten(list(outputs), graphs.structure), state)
+
+    def _as_it_is(self, places: int, p: Pass, *rest: Any) -> Flow | Objective:
+        self._stage.places = places
+        try:
+            out: Flow | Objective = self._stage(p, *rest)
+            return out
+        finally:
+            self._stage.places = None
+
+    def _places(self, p: Pass, batch: MicroBatch, incoming: Flow | None) -> int:
+        """Rows that the pass gathers; the host waits for the count of the pass before."""
+        everyone: int = batch.ids_bn.shape[1]
+        stage = self._stage
+        if not stage.skip_halted or incoming is None:
+            return everyone
+        active = stage.method.active(p, incoming.riders)
+        if active is None:
+            return everyone
+        return count_places(active, stage.groups.tp if stage.config.sequence_parallel else None)
+
+    def _capture(self, p: Pass, places: int, leaves: Sequence[Tensor | None], structure: Tree, slot: int) -> _Graphs:
+        static: list[Tensor | None] = []
+        for t in leaves:
+            if t is None:
+                static.append(None)
+                continue
+            here = t.detach() if _place(t) in self._owned else t.detach().clone()
+            static.append(here.requires_grad_(t.requires_grad))
+        batch, incoming, state, step, tokens = _from_input_tree(_pytree.tree_unflatten(static, structure))
+        inputs = [t for t in static if t is not None]
+        pool = self._pools.setdefault((p.index, slot), torch.cuda.graph_pool_handle())
+        earlier = self._shared.get((p, slot))  # of another variant
+        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(forward, pool=pool, stream=self.stream, capture_error_mode="thread_local"):
+            out = self._as_it_is(places, p, batch, incoming, state, step, tokens)
+            made, shape = _pytree.tree_flatten(_output_tree(out, state))
+            outputs = [o.detach() for o in made] if earlier is None else _copied(made, earlier.outputs)
+        if earlier is None:
+            grads_out = [torch.zeros_like(o) if o.requires_grad else None for o in made]
+        else:
+            grads_out = earlier.grads_out
+        with torch.cuda.graph(backward, pool=pool, stream=self.stream, capture_error_mode="thread_local"):
+            grads_in = self._backward(inputs, made, grads_out)
+            if earlier is not None:
+                grads_in = _copied(grads_in, earlier.grads_in)
+        self._owned |= {_place(o) for o in outputs}
+        graphs = _Graphs(inputs, outputs, shape, forward, backward, grads_out, grads_in)
+        self._shared.setdefault((p, slot), graphs)
+        return graphs
+
+    def _backward(
+        self, inputs: list[Tensor], outputs: list[Tensor], grads_out: list[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Gradients of the inputs; those of the parameters are added to `main_grad`."""
+        ends = [(o, g) for o, g in zip(outputs, grads_out, strict=True) if g is not None]
+        wanted = [t for t in inputs if t.requires_grad]
+        for parameter in self._parameters:
+            parameter.grad_added_to_main_grad = False
+        found = torch.autograd.grad(
+            [o for o, _ in ends], [*wanted, *self._parameters], [g for _, g in ends], allow_unused=True
+        )
+        pairs = []
+        for parameter, grad in zip(self._parameters, found[len(wanted) :], strict=True):
+            # Transformer Engine's GEMMs have added theirs already
+            if grad is not None and not parameter.grad_added_to_main_grad:
+                pairs.append((parameter.main_grad, grad))
+        _accumulate(pairs)
+        left = iter(found[: len(wanted)])
+        return [next(left) if t.requires_grad else None for t in inputs]
+
+
+SMALL = 2**20
+"""Elements up to which gradients are added together; each would be a kernel of microseconds."""
+
+
+def _accumulate(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """sum += gradient for each pair: FP32 sums, gradients in the model's format."""
+    small = [(total, grad) for total, grad in pairs if grad.numel() <= SMALL]
+    for total, grad in pairs:
+        if grad.numel() > SMALL:
+            total.add_(grad)
+    if small:
+        wide = torch.cat([grad.flatten() for _, grad in small]).float()
+        parts = [x.view_as(t) for x, (t, _) in zip(wide.split([g.numel() for _, g in small]), small, strict=True)]
+        torch._foreach_add_([total for total, _ in small], parts)
+
+
+def _copied(made: Sequence[Tensor | None], place: Sequence[Tensor | None]) -> list[Any]:
+    """Copies of tensors where others lie."""
+    for new, there in zip(made, place, strict=True):
+        if new is not None and there is not None:
+            there.copy_(new.detach())
+    return list(place)
+
+
+def _flow(flow: Flow | None) -> Tree:
+    return (None, None) if flow is None else (flow.rows, flow.riders)
+
+
+def _to_tree(batch: MicroBatch, incoming: Flow | None, state: PassState, step: Tensor | None, tokens: Tensor) -> Tree:
+    parts = (batch.ids_bn, batch.labels_bn, batch.loss_mask_bn)
+    return parts, _flow(incoming), (list(state.kept), dict(state.entry), dict(state.exit)), step, tokens
+
+
+def _from_input_tree(tree: Tree) -> tuple[MicroBatch, Flow | None, PassState, Tensor | None, Tensor]:
+    parts, (rows, riders), (kept, entry, leave), step, tokens = tree
+    incoming = None if rows is None else Flow(rows, riders)
+    return MicroBatch(*parts), incoming, PassState(kept, entry, leave), step, tokens
+
+
+def _output_tree(out: Flow | Objective, state: PassState) -> Tree:
+    """Tensors only: riders that do not exist are left out."""
+    if isinstance(out, Objective):
+        return {"objective": (out.total, out.sums)}
+    left = (list(state.kept), dict(state.entry), dict(state.exit))
+    return {"flow": ([out.rows] if out.riders is None else [out.rows, out.riders], left)}
+
+
+def _from_tree(tree: Tree, state: PassState) -> Flow | Objective:
+    if "objective" in tree:
+        total, sums = tree["objective"]
+        # the next micro-batch's replay writes to the same place, and sums are read at the end of the step
+        return Objective(total, {name: value.clone() for name, value in sums.items()})
+    rows, (state.kept, state.entry, state.exit) = tree["flow"]
+    return Flow(*rows)

@@ -1,0 +1,89 @@
+"""Cross entropy over a vocabulary that is split into rows of the tensor group; logits stay in the model's precision.
+
+    loss = lse - logit of the target,   lse = log sum_v exp(logit_v),   d loss / d logit = softmax - onehot
+
+All arithmetic is FP32; what is stored and sent backward is in the format of the logits.  Three reductions of [n, b]
+over the group, no logit ever leaves its rank.
+
+Shapes: n tokens, b micro-batch, V' padded vocabulary rows of this rank, of which the first `valid` are real.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megaponder.backbone.fused import fused
+
+MINUS_INF = float("-inf")
+
+
+def all_reduce(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Tensor:
+    """In place over the group; nothing to do in a group of one."""
+    if group.size() > 1:
+        dist.all_reduce(x, op=op, group=group)
+    return x
+
+
+def _real(x: Tensor, valid: int, fill: float) -> Tensor:
+    """x [..., V'] with `fill` at the rows that only pad the table."""
+    if valid >= x.shape[-1]:
+        return x
+    return torch.where(torch.arange(x.shape[-1], device=x.device) < valid, x, fill)
+
+
+@fused
+def _peak(logits: Tensor, valid: int) -> Tensor:
+    return _real(logits.float(), valid, MINUS_INF).amax(-1)
+
+
+@fused
+def _total(logits: Tensor, peak: Tensor, valid: int) -> Tensor:
+    return _real((logits.float() - peak[..., None]).exp(), valid, 0.0).sum(-1)
+
+
+@fused
+def probabilities(logits: Tensor, lse: Tensor, valid: int) -> Tensor:
+    """exp(logits - lse) in the logits' format, 0 at padding rows."""
+    return _real((logits.float() - lse[..., None]).exp(), valid, 0.0).to(logits.dtype)
+
+
+@fused
+def _gradient(logits: Tensor, lse: Tensor, target: Tensor, grad: Tensor, valid: int) -> Tensor:
+    p = _real((logits.float() - lse[..., None]).exp(), valid, 0.0)
+    hit = torch.arange(logits.shape[-1], device=logits.device) == target[..., None]
+    return ((p - hit.float()) * grad[..., None]).to(logits.dtype)
+
+
+def log_sum_exp(logits: Tensor, valid: int, group: dist.ProcessGroup) -> Tensor:
+    """FP32 log of the sum of exp over the whole true vocabulary [n, b]; no gradient of its own."""
+    peak = all_reduce(_peak(logits, valid), dist.ReduceOp.MAX, group)
+    total = all_reduce(_total(logits, peak, valid), dist.ReduceOp.SUM, group)
+    return peak + total.log()
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, valid: int, group: dist.ProcessGroup) -> Tensor:
+        lse = log_sum_exp(logits, valid, group)
+        target = labels - group.rank() * logits.shape[-1]
+        here = (target >= 0) & (target < logits.shape[-1])
+        found = logits.gather(-1, target.where(here, torch.zeros_like(target))[..., None])[..., 0].float()
+        found = all_reduce(found.where(here, torch.zeros_like(found)), dist.ReduceOp.SUM, group)
+        ctx.save_for_backward(logits, lse, target)
+        ctx.valid = valid
+        return lse - found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, lse, target = ctx.saved_tensors
+        return _gradient(logits, lse, target, grad.contiguous(), ctx.valid), None, None, None
+
+
+def cross_entropy(logits: Tensor, labels_nb: Tensor, valid: int, group: dist.ProcessGroup) -> Tensor:
+    """FP32 loss of every token [n, b] from this rank's logits [n, b, V']."""
+    out: Tensor = _CrossEntropy.apply(logits, labels_nb, valid, group)
+    return out

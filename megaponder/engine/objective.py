@@ -1,0 +1,38 @@
+"""From the last pass's readout to the numbers of a micro-batch: the loss that is differentiated, and sums to report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megaponder.engine import depth
+from megaponder.engine.tools import StageExitTools
+from megaponder.ponder.base import Readout
+
+
+@dataclass
+class Objective:
+    """Share of one micro-batch in the global batch's means."""
+
+    total: Tensor
+    """Loss plus auxiliary loss."""
+    sums: dict[str, Tensor]
+    """Loss, auxiliary loss and the method's statistics, each divided by the global token count; no gradient."""
+
+
+def objective(out: Readout, losses_nb: Tensor, tools: StageExitTools, tokens: Tensor) -> Objective:
+    """`losses_nb`: cross entropy of every token of the sequence; `tokens`: valid targets of the global batch."""
+    lm = (losses_nb * tools.whole_mask_nb).sum() / tokens
+    total, sums = lm, {"loss": lm.detach()}
+    if out.aux is not None:
+        aux = out.aux.float() / tokens
+        total = total + aux
+        sums["aux"] = aux.detach()
+    stats = dict(out.stats)
+    if out.depth is not None:
+        own = tools.mine(losses_nb.detach())
+        stats |= depth.sums(out.depth, own, tools.valid_sb, out.gates, tools.max_depth)
+    for name, value in stats.items():
+        sums[name] = value.detach().float() / tokens
+    return Objective(total, sums)

@@ -1,0 +1,59 @@
+"""Captured passes (CUDA graphs) against eager ones: the same losses and gradients, step after step, as weights change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import run_workers
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+CASES: dict[str, dict[str, Any]] = {
+    "vanilla": {"family": "llama", "method": "vanilla"},
+    "pause": {"family": "gpt2", "method": "pause", "options": {"pauses": 2, "pause_token_id": 3}},
+    "loop": {"family": "llama", "method": "loop", "options": {"extra_passes": 2}},
+    "ponderlm": {"family": "pythia", "method": "ponderlm", "options": {"steps": 2}},
+    "ponderlm2-drawn": {"family": "llama", "method": "ponderlm2", "options": {"jacobi_from": 1, "jacobi_to": 3}},
+    "ponderlm3": {"family": "llama", "method": "ponderlm3", "options": {"latents": 2, "ramp_end": 4}},
+    "adaponderlm": {
+        "family": "pythia", "method": "adaponderlm", "options": {"steps": 2, "ramp_start": 1, "ramp_end": 4},
+    },
+    "adaponderlm-gathered": {"family": "pythia", "method": "adaponderlm", "options": {"steps": 2}, "skip": True},
+    "adaptive_cot": {"family": "llama", "method": "adaptive_cot"},
+    "ponderlm-recompute": {"family": "pythia", "method": "ponderlm", "options": {"steps": 2}, "recompute": True},
+}  # fmt: skip
+PRECISIONS = {"fp32": 2e-5, "bf16": 3e-3, "delayed": 1e-2, "current": 1e-2, "blockwise": 1e-2}
+"""Largest relative error of all gradients; atomic additions make two eager runs differ too."""
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_captured_is_eager(name: str, precision: str) -> None:
+    _compare(CASES[name], precision)
+
+
+@pytest.mark.parametrize("precision", ["delayed", "current", "blockwise"])
+@pytest.mark.parametrize("name", ["ponderlm", "adaponderlm"])
+def test_captured_is_eager_in_fp8(name: str, precision: str) -> None:
+    pytest.importorskip("transformer_engine")
+    _compare(CASES[name], precision)
+
+
+def _compare(case: dict[str, Any], precision: str) -> None:
+    got = run_workers("tests.gpu.workers:compare_capture", 1, args={"case": case, "precision": precision})[0]
+    print(got)
+    assert got["graphs"] > 0
+    assert max(got["gradient_errors"]) < PRECISIONS[precision]
+    assert max(got["loss_errors"]) < PRECISIONS[precision]
+    assert len(set(got["losses"])) == len(got["losses"])  # weights and data change, and replays see it
+
+
+def test_what_cannot_be_captured_runs_as_it_is() -> None:
+    """A method that makes the host wait: the run goes on without graphs, with the same numbers, and says why."""
+    case = CASES["ponderlm"] | {"waits": True}
+    got = run_workers("tests.gpu.workers:compare_capture", 1, args={"case": case, "precision": "fp32"})[0]
+    assert got["graphs"] == 0 and got["failure"]
+    assert max(got["gradient_errors"]) < PRECISIONS["fp32"]
