@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+SHAPES = 64
+"""Shapes for which a function is compiled; beyond that it would run as it is."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -28,7 +30,9 @@ def fused(function: Function) -> Function:
         if not any(isinstance(a, Tensor) and a.is_cuda for a in args):
             return function(*args)
         if not ready:
-            ready.append(torch.compile(function))
+            # few shapes occur, and kernels for any shape are a third slower; gathered passes have 16 sizes
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
+            ready.append(torch.compile(function, dynamic=False))
         return ready[0](*args)
 
     return call  # type: ignore[return-value]

@@ -102,7 +102,13 @@ def rank_memory(
 
     tokens = cfg.train.micro_batch * cfg.data.sequence_length
     layers = model.num_layers // par.pipeline
-    per_pass = [_pass_activations(cfg, tokens * p.slots, layers, te) for p in passes]
+    final = stage == par.pipeline - 1
+    per_pass = [_pass_activations(cfg, tokens * p.slots, layers, te, final) for p in passes]
+    if facts.keeps_kv:
+        per_pass = [
+            a + (0 if p.last else layers * _kept(cfg, tokens * p.slots, te))
+            for a, p in zip(per_pass, passes, strict=True)
+        ]
     activations = sum(per_pass) * flight / len(passes)
     if par.recompute == "layer":  # the layer whose backward runs has all of its own
         whole = _without_recompute(cfg)
@@ -124,11 +130,21 @@ def rank_memory(
     )
 
 
-def _pass_activations(cfg: RunConfig, rows: int, layers: int, te: bool) -> float:
-    """One pass of one micro-batch through a stage: its layers, and the message that came in or the embedding."""
+def _pass_activations(cfg: RunConfig, rows: int, layers: int, te: bool, final: bool) -> float:
+    """One pass of one micro-batch through a stage: its layers, what came in or was embedded, and the final norm."""
     shards = cfg.parallel.tensor if cfg.parallel.sequence else 1
-    message = rows * (cfg.model.hidden_size or 0) * element_bytes(cfg) / shards
-    return layers * layer_activations(cfg, rows, te) + message
+    around = rows * (cfg.model.hidden_size or 0) * element_bytes(cfg)
+    if final:
+        around += rows * _norm_bytes(cfg, te) / 2
+    return layers * layer_activations(cfg, rows, te) + around / shards
+
+
+def _kept(cfg: RunConfig, rows: int, te: bool) -> float:
+    """Keys and values that a layer merges for the next pass, and on a GPU the place of their gradients (graphs)."""
+    model = cfg.model
+    assert model.hidden_size and model.num_heads and model.num_kv_heads
+    width = model.hidden_size // model.num_heads * model.num_kv_heads
+    return rows * width * element_bytes(cfg) * (4 if te else 2) / cfg.parallel.tensor
 
 
 def _without_recompute(cfg: RunConfig) -> RunConfig:

@@ -163,6 +163,7 @@ BROKEN: list[Broken] = [
         machine=H100,
         precision__grad_accum_fusion=True,
         precision__implementation="local",
+        parallel__distributed_optimizer=True,
     ),
     broken("model.ffn_size", "multiple of 16 on each of parallel.tensor = 4", world=4, parallel__tensor=4, **FP8),
     broken("data.sequence_length", "nearest is 2000", data__sequence_length=2001, **FP8),

@@ -1,4 +1,4 @@
-"""Captured passes (CUDA graphs) against eager ones: the same losses and gradients, step after step, as weights change."""
+"""Captured passes (CUDA graphs) against eager ones: same losses and gradients, step after step, as weights change."""
 
 from __future__ import annotations
 
