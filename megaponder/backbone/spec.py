@@ -18,8 +18,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from torch import Tensor, nn
 
 from megaponder.backbone.attention import PonderAttention, SdpaCore
+from megaponder.backbone.config import use_te, uses_graphs, why_no_graphs
 from megaponder.backbone.layer import PonderLayer
 from megaponder.backbone.norms import local_norm
+from megaponder.config.schema import RunConfig
 
 
 @dataclass(frozen=True)
@@ -104,10 +106,18 @@ def final_norm(config: TransformerConfig, te: bool) -> nn.Module:
     return parts(config, te).norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
 
 
-def describe(te: bool) -> str:
+def implementations(cfg: RunConfig) -> str:
     """One line for the log: which implementation of each part runs."""
-    if not te:
-        return f"layers: PyTorch {torch.__version__} (linear, norm), attention: scaled_dot_product_attention"
-    from importlib.metadata import version
+    if use_te(cfg.precision):
+        from importlib.metadata import version
 
-    return f"layers: Transformer Engine {version('transformer-engine')} (norm fused into linear), attention: fused"
+        layers = f"Transformer Engine {version('transformer-engine')} (norms fused into linear layers)"
+        attention = "Transformer Engine's fused kernels"
+    else:
+        layers, attention = f"PyTorch {torch.__version__}", "PyTorch's fused kernels"
+    numbers = {"fp32": "FP32", "bf16": "BF16"}[cfg.precision.dtype]
+    if cfg.precision.fp8 != "none":
+        numbers = f"FP8 ({cfg.precision.fp8} scaling) and {numbers}"
+    reason = why_no_graphs(cfg) or "precision.cuda_graphs is false"
+    passes = "captured as CUDA graphs" if uses_graphs(cfg) else f"not captured: {reason}"
+    return f"Layers: {layers}; attention: {attention}; numbers: {numbers}; passes: {passes}."

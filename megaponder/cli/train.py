@@ -51,6 +51,11 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file; see configs/")
     parser.add_argument("--fields", action="store_true", help="list every field of the configuration and stop")
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="write a profiler trace and a memory snapshot of two steps to RUN/profile",
+    )
     parser.add_argument("--preflight", action="store_true", help="check every process and its node, and stop")
 
 
@@ -66,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
     with exit_code.noted():
         launcher.adopt()
         cfg = load(args.config, args.overrides)
+        if args.profile and not cfg.logging.profile_steps:
+            cfg.logging.profile_steps = [4, 5]
         if args.preflight:
             from megaponder.training.preflight import preflight
 

@@ -252,6 +252,10 @@ class LoggingConfig:
     """Weights & Biases project."""
     peak_tflops: float | None = None
     """Peak TFLOP/s of one device for MFU; default: known GPUs by name, else MFU is not shown."""
+    profile_steps: list[int] = field(default_factory=list)
+    """First and last step to profile, counted from this start (1: its first step); empty: none.  --profile: [4, 5]."""
+    profile_ranks: list[int] = field(default_factory=lambda: [0])
+    """Ranks that are profiled."""
     prometheus_port: int = 0
     """Port of /metrics and /health, served by the first process of each node; 0: no endpoint."""
     prometheus_host: str = "127.0.0.1"

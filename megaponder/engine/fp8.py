@@ -40,8 +40,7 @@ class Fp8:
 
     def __init__(self, cfg: RunConfig, layers: Sequence[nn.Module]):
         self._recipe, self._delayed = recipe_of(cfg.precision.fp8), cfg.precision.fp8 == "delayed"
-        self.enabled = True
-        """False: everything in BF16 (for the comparison at the start)."""
+        self._enabled = True
         self._in_fp8 = _chosen(cfg, layers)
         self._modules = [
             m
@@ -53,7 +52,24 @@ class Fp8:
 
     def layer(self, index: int) -> Callable[[], AbstractContextManager[Any]]:
         """What layer `index` of this stage runs in."""
-        return self._on if self.enabled and self._layers[index] in self._in_fp8 else nullcontext
+        return self._on if self._enabled and self._layers[index] in self._in_fp8 else nullcontext
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """All layers in BF16 inside."""
+        self._enabled = False
+        try:
+            yield
+        finally:
+            self._enabled = True
+
+    @property
+    def lacks_history(self) -> bool:
+        """Delayed scaling has seen no numbers yet: neither in this process nor in a checkpoint."""
+        if not self._delayed:
+            return False
+        metas = [m.fp8_meta.get("scaling_fwd") for m in self._modules]  # type: ignore[operator, union-attr]
+        return not any(meta is not None and bool(meta.amax_history.any()) for meta in metas)
 
     @contextmanager
     def _on(self) -> Iterator[None]:

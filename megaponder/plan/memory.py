@@ -135,7 +135,8 @@ def _pass_activations(cfg: RunConfig, rows: int, layers: int, te: bool, final: b
     shards = cfg.parallel.tensor if cfg.parallel.sequence else 1
     around = rows * (cfg.model.hidden_size or 0) * element_bytes(cfg)
     if final:
-        around += rows * _norm_bytes(cfg, te) / 2
+        norm = _norm_bytes(cfg, te) / 2
+        return layers * layer_activations(cfg, rows, te) + (around + rows * norm) / shards
     return layers * layer_activations(cfg, rows, te) + around / shards
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from megaponder.backbone.spec import implementations
 from megaponder.checkpoint.save import Saver
 from megaponder.config.budget import batch_at, sequences_after
 from megaponder.config.schema import RunConfig
@@ -21,11 +22,13 @@ from megaponder.ponder.settings import method_of
 from megaponder.training import setup
 from megaponder.training import stop as stopping
 from megaponder.training.begin import begin
+from megaponder.training.canary import check_fp8
 from megaponder.training.evaluate import evaluate
 from megaponder.training.faults import Faults, NotFinite, finite
 from megaponder.training.heartbeat import Heartbeat
 from megaponder.training.lock import own_run
 from megaponder.training.optimizer import build_optimizer, method_only, set_lr
+from megaponder.training.profile import Profile
 from megaponder.training.ranks import on_first_rank
 from megaponder.training.record import Window, past
 from megaponder.training.rollback import roll_back
@@ -49,6 +52,7 @@ def run(cfg: RunConfig, groups: Groups) -> int:
         schedule = build_schedule(cfg.schedule, cfg.optimizer, total)
         monitor = Monitor(cfg, total, setup.costs(cfg, method, groups.world_size), groups.logs())
         faults = Faults(cfg.faults, folder, monitor.say, groups.device)
+        profile = Profile(cfg.logging, folder, groups.rank, partial(print, flush=True))
         stragglers = Stragglers(cfg.faults.straggler_ratio, groups.device)
         left_out = faults.record.left_out()
         streams = _streams(cfg, left_out)
@@ -58,6 +62,7 @@ def run(cfg: RunConfig, groups: Groups) -> int:
         stack.callback(monitor.close)
         who = on_first_rank(lambda: identity.start(folder))
         monitor.start(state.step, state.tokens, who)
+        monitor.say(implementations(cfg))
         if method_only(cfg, state.step + 1):
             last, name = cfg.train.method_only_steps, cfg.ponder.method
             monitor.say(f"Up to step {last} only the parameters of {name} itself change, then all of them.")
@@ -67,7 +72,7 @@ def run(cfg: RunConfig, groups: Groups) -> int:
             with whole_parameters(engine), monitor.pause("checkpoint_seconds"):
                 saver.save(state)
 
-        asked = 0
+        asked, unchecked = 0, True
         while state.step < total:
             step, batch = state.step + 1, batch_at(cfg, state.sequences)
             state = replace(state, sequences=past(left_out, state.sequences, batch))
@@ -79,9 +84,12 @@ def run(cfg: RunConfig, groups: Groups) -> int:
             heartbeat.enter("agree")
             if (asked := stop.agreed()) or batches is None:
                 break
+            if unchecked:
+                unchecked = False
+                check_fp8(cfg, engine, batches, monitor.say)
             lr = schedule(step)
             set_lr(optimizer, cfg, lr, step)
-            with monitor.phases.phase("optimizer"):
+            with profile.step(), monitor.phases.phase("optimizer"):
                 out, norm = optimizer_step(
                     engine, optimizer, batches, step, partial(faults.takes, state), heartbeat.enter,
                     method_only(cfg, step),

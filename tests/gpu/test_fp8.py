@@ -35,3 +35,12 @@ def test_first_and_last_layers_stay_in_bf16() -> None:
     pytest.importorskip("transformer_engine")
     got = run_workers("tests.gpu.workers:layers_in_fp8", 1, args={"edge": 1})[0]
     assert got == [False, True, True, False]
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_start_compares_fp8_with_bf16(recipe: str) -> None:
+    pytest.importorskip("transformer_engine")
+    got = run_workers("tests.gpu.workers:start_in_fp8", 1, args={"recipe": recipe})[0]
+    assert "apart" in got["said"][0]
+    assert "fp8_canary allows 1e-12" in got["refused"] and "fp8_bf16_layers" in got["refused"]
+    assert got["gradients"] == 0.0  # what filled the amax history is gone

@@ -214,3 +214,21 @@ def layers_in_fp8(edge: int) -> list[bool]:
     engine = _engine(cfg)
     engine.forward_backward(_batches(0), 0, train=True)
     return [any(getattr(m, "_fp8_workspaces", None) for m in layer.modules()) for layer in engine.stage.decoder.layers]
+
+
+def start_in_fp8(recipe: str) -> dict[str, Any]:
+    """What the comparison at the start says, and what it refuses."""
+    from megaponder.errors import UserError
+    from megaponder.training.canary import check_fp8
+
+    cfg = _case({"family": "pythia", "method": "ponderlm", "options": {"steps": 2}}, recipe)
+    engine, said = _engine(cfg), []
+    check_fp8(cfg, engine, _batches(0), said.append)
+    gradients = float(_gradient(engine).abs().max())
+    cfg.precision.fp8_canary = 1e-12
+    try:
+        check_fp8(cfg, engine, _batches(0), said.append)
+        refused = ""
+    except UserError as error:
+        refused = str(error)
+    return {"said": said, "refused": refused, "gradients": gradients}

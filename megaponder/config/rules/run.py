@@ -160,6 +160,14 @@ def load_can_be_used(c: Case) -> None:
         require(Path(p.load).is_dir(), "checkpoint.load", p.load, "there is no such folder", "name a checkpoint folder")
 
 
+def profiled_steps_are_a_pair(c: Case) -> None:
+    """First and last, from 1."""
+    steps = c.cfg.logging.profile_steps
+    ok = not steps or (len(steps) == 2 and 1 <= steps[0] <= steps[1])
+    rule = "it must be empty, or the first and the last step, counted from 1"
+    require(ok, "logging.profile_steps", steps, rule, "use [4, 5]")
+
+
 def run_is_a_folder(c: Case) -> None:
     """The run folder may be absent, but no file may have its name."""
     path = Path(c.cfg.run)
@@ -178,5 +186,6 @@ RULES: tuple[Rule, ...] = (
     rollback_follows_skips,
     hangs_are_named_in_time,
     load_can_be_used,
+    profiled_steps_are_a_pair,
     run_is_a_folder,
 )

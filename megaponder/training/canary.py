@@ -1,0 +1,41 @@
+"""Before the first step in FP8: does the first batch have the loss in FP8 that it has in BF16?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from megaponder.config.schema import RunConfig
+from megaponder.data.batch import MicroBatch
+from megaponder.engine.step import Engine
+from megaponder.errors import UserError
+
+FILLS = 2
+"""Forward and backward runs that fill an empty amax history: the scales of the first are 1, and its gradients wrong."""
+
+
+def check_fp8(cfg: RunConfig, engine: Engine, batches: Sequence[MicroBatch], say: Callable[[str], None]) -> None:
+    """UserError if both losses are further apart than precision.fp8_canary; nothing to do in other precisions.
+
+    All ranks call this with the batch of the coming step; weights, data position and gradients stay as they are.
+    """
+    fp8 = engine.stage.fp8
+    if fp8 is None:
+        return
+    if fp8.lacks_history:
+        for _ in range(FILLS):
+            engine.forward_backward(batches, 0, train=True)
+        engine.zero_grad()
+    bound = cfg.precision.fp8_canary
+    if not bound:
+        return
+    with fp8.off():
+        exact = engine.forward_backward(batches, 0, train=False).loss
+    rough = engine.forward_backward(batches, 0, train=False).loss
+    apart = abs(rough - exact) / abs(exact)
+    sentence = f"the first batch's loss is {rough:.5g} in FP8 and {exact:.5g} in BF16, {apart:.2g} apart"
+    if not apart <= bound:  # neither is NaN
+        raise UserError(
+            f"precision.fp8 = {cfg.precision.fp8!r}: {sentence}, and precision.fp8_canary allows {bound}; keep the "
+            "first and last layers in BF16 (precision.fp8_bf16_layers: 1), use another recipe, or none."
+        )
+    say(f"FP8 ({cfg.precision.fp8}): {sentence}.")
