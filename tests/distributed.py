@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
+import itertools
 import json
 import os
 import pickle
@@ -30,11 +31,18 @@ TAIL = 6000
 """Characters of each worker's output that a failure prints."""
 
 
+_PORTS = itertools.count()
+
+
 def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A TCP port that nobody has, and that no test process beside this one (pytest-xdist) will choose."""
+    process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    for _ in range(1000):
+        port = 20000 + 1000 * (process % 12) + next(_PORTS) % 1000  # below the ports that the system hands out
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no port is free")
 
 
 class Workers:

@@ -37,6 +37,8 @@ class Step:
     """Valid targets in the global batch, the one denominator of every loss (scalar, FP32)."""
     sums: list[dict[str, Tensor]] = field(default_factory=list)
     """Per micro-batch on the last stage: loss, auxiliary loss and the method's statistics, divided by `tokens`."""
+    by_token: list[Tensor] = field(default_factory=list)
+    """Per micro-batch on the last stage, in evaluation of a method with halting (`Objective.by_token`)."""
 
 
 class PassChunk(nn.Module):
@@ -82,6 +84,8 @@ class PassChunk(nn.Module):
 
     def _objective(self, out: Objective) -> Tensor:
         self._step.sums.append(out.sums)
+        if out.by_token is not None:
+            self._step.by_token.append(out.by_token)
         return out.total
 
 

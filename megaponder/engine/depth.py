@@ -48,6 +48,16 @@ def sums(
     return out
 
 
+@torch.no_grad()
+def by_token(depth_sb: Tensor, ids_sb: Tensor, valid_sb: Tensor, vocab_size: int) -> Tensor:
+    """Per vocabulary entry, the sum of depths and the number of its valid tokens: FP32 [2, V]."""
+    out = torch.zeros(2, vocab_size, device=depth_sb.device)
+    valid = valid_sb.float().flatten()
+    out[0].index_add_(0, ids_sb.flatten(), depth_sb.float().flatten() * valid)
+    out[1].index_add_(0, ids_sb.flatten(), valid)
+    return out
+
+
 def metrics(means: Mapping[str, float], loss: float) -> dict[str, float]:
     """From means over tokens to what a reader wants to know.
 

@@ -19,6 +19,9 @@ class Objective:
     """Loss plus auxiliary loss."""
     sums: dict[str, Tensor]
     """Loss, auxiliary loss and the method's statistics, each divided by the global token count; no gradient."""
+    by_token: Tensor | None = None
+    """Evaluation of a method with halting: for every vocabulary entry the sum of its tokens' depths, and their number,
+    over this rank's valid tokens: [2, V]."""
 
 
 def objective(out: Readout, losses_nb: Tensor, tools: StageExitTools, tokens: Tensor) -> Objective:
@@ -35,4 +38,7 @@ def objective(out: Readout, losses_nb: Tensor, tools: StageExitTools, tokens: Te
         stats |= depth.sums(out.depth, own, tools.valid_sb, out.gates, tools.max_depth)
     for name, value in stats.items():
         sums[name] = value.detach().float() / tokens
-    return Objective(total, sums)
+    by_token = None
+    if out.depth is not None and tools.step is None:
+        by_token = depth.by_token(out.depth, tools.ids_sb, tools.valid_sb, tools.vocab_size)
+    return Objective(total, sums, by_token)

@@ -45,6 +45,20 @@ if TYPE_CHECKING:
     from megaponder.data.batch import MicroBatch
 
 
+LOSS_OF_PASS = "loss_pass"
+"""Statistics of evaluation: the loss, had the model read out an earlier pass."""
+
+
+def loss_of_pass(p: Pass) -> str:
+    """Its name, `loss_pass` and the pass's index."""
+    return f"{LOSS_OF_PASS}{p.index}"
+
+
+def is_watched(p: Pass, method: Method) -> bool:
+    """Whether the loss of an earlier pass has a meaning: every token runs it, with one row."""
+    return not p.last and p.slots == 1 and p.reads is None and not method.skips
+
+
 class PonderStage(MegatronModule):
     """Embedding (first stage), layers, final norm, head and the method's modules (last stage)."""
 
@@ -141,12 +155,19 @@ class PonderStage(MegatronModule):
 
     # --- one pass -----------------------------------------------------------------------------------------------------
     def run_pass(
-        self, p: Pass, batch: MicroBatch, incoming: Flow | None, state: PassState, step: Tensor | None
+        self,
+        p: Pass,
+        batch: MicroBatch,
+        incoming: Flow | None,
+        state: PassState,
+        step: Tensor | None,
+        watched: bool = False,
     ) -> Flow | Readout:
         """Pass p of this stage's layers; `state` is read and left as the next pass will find it.
 
         `incoming`: feedback of the previous pass (first stage, None in pass 0) or the previous stage's rows.
-        Returns what goes on to the next stage or pass, or the readout (last stage, last pass).
+        Returns what goes on to the next stage or pass, or the readout (last stage, last pass).  `watched`: the last
+        stage also keeps the loss that the model would have if it read this pass out.
         """
         if self.groups.is_first_stage:
             tools = StageEntryTools(self, batch.ids_bn.shape[1])
@@ -160,6 +181,8 @@ class PonderStage(MegatronModule):
         exit_tools = StageExitTools(self, batch, step)
         if p.last:
             return self.method.readout(p, rows, flow.riders, state.exit, exit_tools)
+        if watched:
+            state.exit[loss_of_pass(p)] = self.token_losses(exit_tools.norm(rows), batch)
         return self.method.leave(p, rows, flow.riders, state.exit, exit_tools)
 
     def _riders_in_attention(self, riders: Tensor | None) -> Tensor | None:
@@ -251,7 +274,13 @@ class PonderStage(MegatronModule):
         tokens: Tensor,
     ) -> Flow | Objective:
         """`run_pass`; after the last pass, the loss: `tokens` is its one denominator, of the global batch."""
-        out = self.run_pass(p, batch, incoming, state, step)
+        watched = step is None and is_watched(p, self.method)
+        out = self.run_pass(p, batch, incoming, state, step, watched)
         if isinstance(out, Flow):
             return out
-        return objective(out, self.token_losses(out.hidden, batch), StageExitTools(self, batch, step), tokens)
+        tools = StageExitTools(self, batch, step)
+        found = objective(out, self.token_losses(out.hidden, batch), tools, tokens)
+        for name, losses_nb in state.exit.items():
+            if name.startswith(LOSS_OF_PASS):
+                found.sums[name] = (losses_nb * tools.whole_mask_nb).sum() / tokens
+        return found

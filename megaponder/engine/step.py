@@ -25,7 +25,7 @@ from megaponder.engine.chunks import PassChunk, Runner, Step
 from megaponder.engine.groups import Groups
 from megaponder.engine.message import rider_width
 from megaponder.engine.p2p import PassCommunicator, microbatch_group, receive_orders
-from megaponder.engine.stage import PonderStage
+from megaponder.engine.stage import PonderStage, is_watched, loss_of_pass
 from megaponder.engine.stash import PassState, Stash
 from megaponder.engine.stopwatch import Stopwatch
 from megaponder.ponder.base import Pass, Readout
@@ -41,6 +41,8 @@ class StepOutput:
     stats: dict[str, float] = field(default_factory=dict)
     passes: int = field(default=1, compare=False)
     """Passes that the step ran."""
+    by_token: Tensor | None = field(default=None, compare=False)
+    """Evaluation of a method with halting: `Objective.by_token` of the global batch, on the CPU."""
     seconds: float = field(default=0.0, compare=False)
     """Time on this rank; the host has read the loss, so a GPU's work is in it."""
 
@@ -176,20 +178,42 @@ class Engine:
         names = ["loss", "aux", *method.stat_names(run.passes)]
         if method.halts:
             names += depth.names(method.max_depth())
+        if run.number is None:
+            names += [loss_of_pass(p) for p in run.passes if is_watched(p, method)]
         total = torch.zeros(len(names), dtype=torch.float64, device=self.groups.device)
         for sums in run.sums:
             total += torch.stack([sums[k].double() if k in sums else total.new_zeros(()) for k in names])
         if self.groups.is_last_stage:
             if self.stage.config.sequence_parallel:
-                # auxiliary sums are over this rank's tokens; the loss is the same on all tensor ranks
-                dist.all_reduce(total[1:], group=self.groups.tp)
+                # sums over this rank's tokens; losses are the same on all tensor ranks
+                own = torch.tensor([not name.startswith("loss") for name in names], device=total.device)
+                part = total * own
+                dist.all_reduce(part, group=self.groups.tp)
+                total = torch.where(own, part, total)
             dist.all_reduce(total, group=self.groups.dp)
         if self.groups.pp_size > 1:
             dist.broadcast(
                 total, src=dist.get_global_rank(self.groups.pp, self.groups.pp_size - 1), group=self.groups.pp
             )
         values = dict(zip(names, total.tolist(), strict=True))
-        return StepOutput(values.pop("loss"), values.pop("aux"), tokens, values)
+        out = StepOutput(values.pop("loss"), values.pop("aux"), tokens, values)
+        if run.number is None and method.halts:
+            out.by_token = self._by_token(run)
+        return out
+
+    def _by_token(self, run: Step) -> Tensor:
+        total = torch.zeros(2, self.stage.vocab_size, device=self.groups.device)
+        for part in run.by_token:
+            total += part
+        if self.groups.is_last_stage:
+            if self.stage.config.sequence_parallel:
+                dist.all_reduce(total, group=self.groups.tp)
+            dist.all_reduce(total, group=self.groups.dp)
+        if self.groups.pp_size > 1:
+            dist.broadcast(
+                total, src=dist.get_global_rank(self.groups.pp, self.groups.pp_size - 1), group=self.groups.pp
+            )
+        return total.cpu()
 
     @torch.no_grad()
     def logits(self, ids_bn: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ class StageExitTools:
 
     def __init__(self, stage: PonderStage, batch: MicroBatch, step: Tensor | None):
         self._stage, self._batch, self.step = stage, batch, step
-        self.max_depth = stage.method.max_depth()
+        self.max_depth, self.vocab_size = stage.method.max_depth(), stage.vocab_size
 
     @property
     def modules(self) -> nn.ModuleDict:
@@ -137,6 +137,11 @@ class StageExitTools:
         """Position of each of this rank's tokens in its sequence."""
         b, n = self._batch.ids_bn.shape
         return self._local(torch.arange(n, device=self._batch.ids_bn.device).expand(b, n))
+
+    @property
+    def ids_sb(self) -> Tensor:
+        """Ids of this rank's tokens."""
+        return self._local(self._batch.ids_bn)
 
     @property
     def labels_sb(self) -> Tensor:

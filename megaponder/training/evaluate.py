@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from megaponder.config.schema import RunConfig
 from megaponder.data.stream import SampleStream
 from megaponder.engine import depth
@@ -22,6 +24,8 @@ class Evaluation:
     loss: float
     stats: dict[str, float]
     """What `engine.depth.metrics` tells of the method."""
+    by_token: Tensor | None = None
+    """Of a method with halting: sum of depths and number of tokens of every vocabulary entry [2, V]."""
 
 
 def evaluate(
@@ -34,6 +38,7 @@ def evaluate(
     """
     g, tokens = engine.groups, 0
     sums: dict[str, float] = {"loss": 0.0}
+    by_token: Tensor | None = None
     for i in range(cfg.train.eval_batches):
         alive()
         batches = stop.wait(
@@ -43,8 +48,10 @@ def evaluate(
             return None
         out = engine.forward_backward(batches, 0, train=False)
         tokens += out.tokens
+        if out.by_token is not None:
+            by_token = out.by_token if by_token is None else by_token + out.by_token
         for name, mean in {"loss": out.loss, **out.stats}.items():
             sums[name] = sums.get(name, 0.0) + mean * out.tokens
     means = {name: value / max(1, tokens) for name, value in sums.items()}
     loss = means.pop("loss")
-    return Evaluation(loss, depth.metrics(means, loss))
+    return Evaluation(loss, depth.metrics(means, loss), by_token)

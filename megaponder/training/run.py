@@ -17,6 +17,7 @@ from megaponder.engine.build import build_engine
 from megaponder.engine.groups import Groups
 from megaponder.monitor import identity
 from megaponder.monitor.monitor import Monitor
+from megaponder.monitor.pondered import Pondered
 from megaponder.monitor.row import Row
 from megaponder.ponder.settings import method_of
 from megaponder.training import setup
@@ -62,6 +63,7 @@ def run(cfg: RunConfig, groups: Groups) -> int:
         stack.callback(monitor.close)
         who = on_first_rank(lambda: identity.start(folder))
         monitor.start(state.step, state.tokens, who)
+        pondered = Pondered(cfg, state.step, groups.logs())
         monitor.say(implementations(cfg))
         if method_only(cfg, state.step + 1):
             last, name = cfg.train.method_only_steps, cfg.ponder.method
@@ -129,6 +131,8 @@ def run(cfg: RunConfig, groups: Groups) -> int:
                 if valid is not None:
                     row.values["validation_loss"] = valid.loss
                     row.stats |= {f"valid_{name}": value for name, value in valid.stats.items()}
+                    if valid.by_token is not None and (sentence := pondered.write(step, valid.by_token)):
+                        monitor.say(sentence)
             if row.values:
                 monitor.write(row)
             if _every(cfg.checkpoint.every, step, total) and not faults.streak:  # what a rollback finds is older

@@ -48,11 +48,25 @@ def test_layout_changes_nothing(results: Any, case: str, layout: str) -> None:
         for key in ("loss", "aux", *(["eval"] if rank["eval"] is not None else [])):
             assert rank[key] == pytest.approx(reference[key], rel=RTOL, abs=ATOL), key
         assert rank["stats"] == pytest.approx(reference["stats"], rel=RTOL, abs=ATOL)
+        if rank["eval"] is not None:
+            assert rank["eval_stats"] == pytest.approx(reference["eval_stats"], rel=RTOL, abs=ATOL)
+        if rank["by_token"] is not None:
+            np.testing.assert_allclose(rank["by_token"], reference["by_token"], rtol=RTOL)
     for replica in range(LAYOUTS[layout].data):
         grads = assemble([r for r in ranks if r["place"][0] == replica], gated)
         assert {k for k, _ in grads} == {k for k, _ in expected}
         for key, value in grads.items():
             assert _worst(value, expected[(key[0], "own")]) < RTOL, key
+
+
+def test_evaluation_counts_every_token_and_pass(results: Any) -> None:
+    """Depths by vocabulary entry add up to the mean depth; a loop's last but one pass has a loss of its own."""
+    halting = results[REFERENCE]["adaponderlm-pythia-deep"][0]
+    depths, counts = halting["by_token"].sum(1)
+    assert depths / counts == pytest.approx(halting["eval_stats"]["depth"], rel=RTOL) and counts > 1
+    loop = results[REFERENCE]["loop-llama-gqa"][0]
+    losses = [loop["eval_stats"]["loss_pass0"], loop["eval_stats"]["loss_pass1"], loop["eval"]]
+    assert len({round(x, 5) for x in losses}) == 3
 
 
 def test_every_gradient_is_alive(results: Any) -> None:

@@ -61,9 +61,11 @@ def run_layout(layout: str, cases: list[str]) -> dict[str, Any]:
         for step in range(CASES[name].steps):
             engine.zero_grad()
             out = engine.forward_backward(batches(shape, groups.dp_rank), step, train=True)
-        evaluated = None
+        evaluated, eval_stats, by_token = None, None, None
         if shape.evaluate or WHOLE:
-            evaluated = engine.forward_backward(batches(shape, groups.dp_rank), 0, train=False).loss
+            seen = engine.forward_backward(batches(shape, groups.dp_rank), 0, train=False)
+            evaluated, eval_stats = seen.loss, seen.stats
+            by_token = None if seen.by_token is None else seen.by_token.numpy()
         if shape.distributed_optimizer:
             _whole_gradients(engine)
         grads = {}
@@ -78,6 +80,8 @@ def run_layout(layout: str, cases: list[str]) -> dict[str, Any]:
             "aux": out.aux,
             "stats": out.stats,
             "eval": evaluated,
+            "eval_stats": eval_stats,
+            "by_token": by_token,
             "grads": grads,
         }
     return results
