@@ -32,7 +32,7 @@ class Memory:
     activations: int
     """Of all passes in flight."""
     vocabulary: int
-    """Logits with their softmax and gradient, and the probabilities that mixtures keep (last stage)."""
+    """Logits with their gradient, and the probabilities that mixtures keep (last stage)."""
     overhead: int = OVERHEAD
 
     @property
@@ -69,7 +69,11 @@ def layer_activations(cfg: RunConfig, rows: int, te: bool = False) -> float:
     gated = 3 if te else 4  # SwiGLU keeps its two inputs and its output, and without a kernel of its own silu(gate)
     split = _attention_elements(model) + (gated if model.family == "llama" else 2) * model.ffn_size
     log_sums = 4 * model.num_heads  # FP32, of the fused attention
-    return rows * (_norm_bytes(cfg, te) / shards + (split * e + log_sums) / tp)
+    norms, inner = _norm_bytes(cfg, te), split * e + log_sums
+    if cfg.precision.fp8 != "none":  # what a linear layer reads is kept in FP8; attention's output in both formats
+        norms -= 2 * model.hidden_size * (e - 1)
+        inner -= model.ffn_size * (e - 1) - model.hidden_size
+    return rows * (norms / shards + inner / tp)
 
 
 def _norm_bytes(cfg: RunConfig, te: bool) -> float:
@@ -117,10 +121,11 @@ def rank_memory(
     vocabulary = 0.0
     if stage == par.pipeline - 1:
         columns = budget.padded_vocab(cfg) // par.tensor
-        vocabulary = tokens * columns * (4 + 4 + e)  # logits as computed, FP32 softmax, its gradient
+        vocabulary = 2.0 * tokens * columns * e  # logits and their gradient
         if facts.mixes_vocabulary:
             mixing = sum(not p.last for p in passes) / len(passes)
-            vocabulary += tokens * columns * e * mixing * flight
+            # each keeps its probabilities; captured, it has room of its own for the gradient's two steps besides
+            vocabulary += tokens * columns * e * mixing * flight * (3 if _captured(cfg, te) else 1)
     return Memory(
         weights=held.total * e + _fp8_copies(cfg, held),
         gradients=held.total * 4,
@@ -145,7 +150,13 @@ def _kept(cfg: RunConfig, rows: int, te: bool) -> float:
     model = cfg.model
     assert model.hidden_size and model.num_heads and model.num_kv_heads
     width = model.hidden_size // model.num_heads * model.num_kv_heads
-    return rows * width * element_bytes(cfg) * (4 if te else 2) / cfg.parallel.tensor
+    return rows * width * element_bytes(cfg) * (4 if _captured(cfg, te) else 2) / cfg.parallel.tensor
+
+
+def _captured(cfg: RunConfig, te: bool) -> bool:
+    """Whether the plan's GPU would run passes as CUDA graphs."""
+    overlap = cfg.parallel.overlap_grad_reduce or cfg.parallel.overlap_param_gather
+    return te and bool(cfg.precision.cuda_graphs) and not overlap
 
 
 def _without_recompute(cfg: RunConfig) -> RunConfig:

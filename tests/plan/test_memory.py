@@ -98,7 +98,7 @@ def test_counts_match_what_is_built_and_saved() -> None:
         cfg = config(**case)
         method = method_of(cfg)
         memory = rank_memory(cfg, facts_of(method), method.passes(0, 0), 1, 0)
-        logits = BATCH * TOKENS * VOCAB * (4 + 4 + 4)  # of the head, which was not run
+        logits = BATCH * TOKENS * VOCAB * (4 + 4)  # of the head, which was not run
         assert measured == pytest.approx(memory.activations + memory.vocabulary - logits, rel=0.06), case
 
 
@@ -169,7 +169,10 @@ def test_layouts_move_memory_where_they_should() -> None:
 def test_in_flight_passes_drive_the_mixture_memory() -> None:
     cfg = big(pipeline=4)
     rows = cfg.train.micro_batch * 2048
-    head = rows * 50304 * (4 + 4 + 2)
+    head = rows * 50304 * (2 + 2)
     # 13 passes in flight on the last stage, three of four keep their probabilities in bf16
-    assert memory(cfg, 4, 3).vocabulary == head + int(rows * 50304 * 2 * 0.75 * 13)
+    kept = int(rows * 50304 * 2 * 0.75 * 13)
+    assert memory(cfg, 4, 3).vocabulary == head + 3 * kept  # captured: with room for two gradients each
+    cfg.precision.cuda_graphs = False
+    assert memory(cfg, 4, 3).vocabulary == head + kept
     assert MethodFacts().mixes_vocabulary is False
