@@ -76,7 +76,11 @@ def _depth(path: Path, text: str, figure: Path, tokenizer: str | None) -> int:
     depths = depth.read_depths(path, text, tokenizer)
     console = Console(highlight=False, soft_wrap=True)
     console.print(depth.view(depths))
+    if len({t.depth for t in depths.tokens}) == 1:
+        console.print("\nall tokens have the same depth")
     for name, rows in zip(("most", "least"), depth.extremes(depths), strict=True):
+        if rows[0][1] == rows[-1][1]:
+            continue  # a list of equals says nothing
         listed = ", ".join(f"{text!r} {mean:.2f} ({count}x)" for text, mean, count in rows)
         console.print(f"\n{name} pondered: {listed}", markup=False)
     depth.plot(depths, figure)

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         done = prepare(options, on_progress)
     meta, rate = done.meta, done.text_bytes / max(done.seconds, 1e-9) / 1e6
     print(f"{done.prefix}: {meta.documents:,} documents, {meta.tokens:,} tokens ({meta.dtype}), EOD {meta.eod_id}")
-    print(f"{done.text_bytes / 1e6:.1f} MB of text in {done.seconds:.1f} s ({rate:.1f} MB/s)", end="")
+    print(f"{done.text_bytes / 1e6:.3g} MB of text in {done.seconds:.1f} s ({rate:.2g} MB/s)", end="")
     print(f"; {done.resumed_documents:,} documents came from an earlier run" if done.resumed_documents else "")
     for reason, count in meta.skipped.items():
         print(f"skipped {count:,} documents: {reason}")

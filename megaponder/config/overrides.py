@@ -32,7 +32,7 @@ def parse_overrides(words: list[str]) -> dict[str, Any]:
 
 
 def _value(name: str, values: list[str]) -> Any:
-    field = _field(name)
+    field = _field(name, " ".join(values))
     option = f"--{name}"
     if not values:
         raise ConfigError(option, "", "it needs a value", f"write {option} {_example(field)}")
@@ -51,7 +51,7 @@ def _value(name: str, values: list[str]) -> Any:
     return [value] if is_list and value is not None and not isinstance(value, list) else value
 
 
-def _field(name: str) -> Field | None:
+def _field(name: str, value: str) -> Field | None:
     """The field of an option; None for a free option of the method; a ConfigError where there is none."""
     if name in all_fields():
         return all_fields()[name]
@@ -59,10 +59,10 @@ def _field(name: str) -> Field | None:
         return None
     if name in sections():
         members = [n for n in all_fields() if n.startswith(name + ".")]
-        raise ConfigError(f"--{name}", "", "this is a section, not a field", f"its fields are: {', '.join(members)}")
+        raise ConfigError(f"--{name}", value, "this is a section, not a field", f"its fields are: {', '.join(members)}")
     close = nearest(name, all_fields())
     fix = f"did you mean --{close}" if close else f"the sections are: {', '.join(sections())}"
-    raise ConfigError(f"--{name}", "", "there is no such field", fix)
+    raise ConfigError(f"--{name}", value, "there is no such field", fix)
 
 
 def _example(field: Field | None) -> str:

@@ -41,7 +41,7 @@ def read(path: str | os.PathLike[str]) -> Any:
     except FileNotFoundError:
         folder = path.parent
         there = sorted(p.name for p in folder.iterdir() if p.suffix in (".yaml", ".yml")) if folder.is_dir() else []
-        close = nearest(path.name, there)
+        close = {Path(name).stem: name for name in there}.get(nearest(path.stem, [Path(n).stem for n in there]) or "")
         fix = f"did you mean {folder / close}?" if close else f"{folder} has {', '.join(there[:8]) or 'no YAML file'}"
         raise ConfigError("configuration file", str(path), "there is no such file", fix.rstrip("?")) from None
     except IsADirectoryError:

@@ -75,14 +75,27 @@ def _json_text(line: bytes, number: int, field: str) -> str | Problem:
     except orjson.JSONDecodeError as error:
         return _utf8_problem(line, number) or Problem(number, "invalid_json", f"not valid JSON ({error})")
     if not isinstance(record, dict):
-        return Problem(number, "bad_field", f"the line is a {type(record).__name__}, not an object with a text field")
+        return Problem(number, "bad_field", f"the line is {_kind(record)}, not an object with a text field")
     text = record.get(field)
     if isinstance(text, str):
         return text
     if field not in record:
         keys = ", ".join(sorted(record)[:10]) or "none"
         return Problem(number, "bad_field", f"no field {field!r} (fields: {keys}); name it with --field")
-    return Problem(number, "bad_field", f"field {field!r} is a {type(text).__name__}, not a string")
+    return Problem(number, "bad_field", f"field {field!r} is {_kind(text)}, not a string")
+
+
+def _kind(value: object) -> str:
+    """What JSON calls a value."""
+    kinds = {
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+        str: "a string",
+        list: "an array",
+        dict: "an object",
+    }
+    return kinds.get(type(value), "null")
 
 
 def _jsonl(chunk: Chunk, field: str) -> Iterator[tuple[int, str | Problem]]:

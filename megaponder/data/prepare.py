@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import time
@@ -265,9 +266,9 @@ def prepare(options: PrepareOptions, on_progress: Callable[[PrepareProgress], No
                 work.complete(_meta(tokenizer, eod_id, files, dtype, done))
             work.publish()
     except OSError as error:
-        raise UserError(
-            f"{options.output}: writing failed ({error}); run the same command again to continue."
-        ) from error
+        place = error.errno in (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+        fix = "name an --output that can be written" if place else "run the same command again to continue"
+        raise UserError(f"{options.output}: writing failed ({error}); {fix}.") from error
     meta = read_meta(read_index(options.output))
     assert meta is not None  # it has just been written
     seconds, text = time.monotonic() - began, done.text_bytes - start.text_bytes

@@ -73,10 +73,11 @@ def flops_table(plan: Plan) -> Table:
     """Forward FLOPs per token by pass and part."""
     columns = ("pass", "slots", "linear", "attention", "head", "extra", "total")
     table = _table("Forward FLOPs per token (multiply-add = 2, causal half)", *columns)
+    size, unit = (1e9, "G") if plan.flops.forward >= 1e8 else (1e6, "M")
     for p in plan.flops.passes:
-        row = [f"{x / 1e9:.3f} G" if x else "-" for x in (p.linear, p.attention, p.head, p.extra, p.total)]
+        row = [f"{x / size:.3f} {unit}" if x else "-" for x in (p.linear, p.attention, p.head, p.extra, p.total)]
         table.add_row(str(p.index + 1), str(p.slots), *row)
-    table.add_row("all", "", "", "", "", "", f"{plan.flops.forward / 1e9:.3f} G")
+    table.add_row("all", "", "", "", "", "", f"{plan.flops.forward / size:.3f} {unit}")
     return table
 
 
@@ -88,7 +89,7 @@ def memory_table(plan: Plan) -> Table:
     for f in fields(Memory):
         values = [getattr(plan.stages[i], f.name) / GIB for i in shown]
         if any(values):
-            table.add_row(_words(f.name), *(f"{v:.2f}" for v in values))
+            table.add_row(_words(f.name), *("<0.01" if 0 < v < 0.005 else f"{v:.2f}" for v in values))
     table.add_row("total", *(f"{plan.stages[i].total / GIB:.2f}" for i in shown))
     return table
 
@@ -127,7 +128,7 @@ def print_plan(cfg: RunConfig, plan: Plan, console: Console) -> None:
     console.print()
     _show(console, flops_table(plan))
     again = f", executed {si(plan.executed)} with recompute" if plan.executed > plan.needed else ""
-    console.print(f"training: needed {plan.needed / 1e9:.3f} G a token (3 x forward){again}", end="\n\n")
+    console.print(f"training: needed {si(plan.needed)} a token (3 x forward){again}", end="\n\n")
     _show(console, memory_table(plan))
     worst = max(m.total for m in plan.stages) / GIB
     if plan.gpu_memory_gib is not None:

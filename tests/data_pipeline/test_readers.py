@@ -141,7 +141,7 @@ def test_problems_name_line_and_reason() -> None:
         (17, "bad_field"),
         (18, "invalid_json"),
     ]
-    assert "fields: body, id" in found[2][2] and "is a int" in found[3][2] and "0xff" in found[0][2]
+    assert "fields: body, id" in found[2][2] and "is a number" in found[3][2] and "0xff" in found[0][2]
     txt = list(documents(Chunk(0, 1, b"good\n\nba\nd\xfe\n"), "txt", "text", TxtRule("blank")))
     assert txt[0] == (1, "good") and isinstance(txt[1][1], Problem) and txt[1][1].line == 4
 

@@ -73,4 +73,6 @@ class PonderLM(Method):
         if p.last:
             return 0.0
         h = self.shape.hidden_size
-        return 2.0 * vocab_size * h + 2.0 * (self.options.topk or vocab_size) * h  # logits, then the mixture
+        return (
+            2.0 * vocab_size * h + 2.0 * min(self.options.topk or vocab_size, vocab_size) * h
+        )  # logits, then the mixture

@@ -148,4 +148,4 @@ class PonderLM2(LatentMethod):
         if p.last or not self.options.softmax_feedback:
             return 0.0
         h = self.shape.hidden_size
-        return p.feedback_slots * (2.0 * vocab_size * h + 2.0 * (self.options.topk or vocab_size) * h)
+        return p.feedback_slots * (2.0 * vocab_size * h + 2.0 * min(self.options.topk or vocab_size, vocab_size) * h)
