@@ -8,9 +8,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shlex
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,13 @@ def run_command(console: Console, words: list[str]) -> None:
     process = _start(console, words)
     process.join()
     _refuse_failure(words, process.exitcode)
+
+
+def run_light(console: Console, words: list[str]) -> None:
+    """The same for a command that needs none of those imports: it does not wait for them."""
+    console.print(f"[bold green]$[/] {_shown(words)}", highlight=False, soft_wrap=True)
+    sys.stdout.flush()
+    _refuse_failure(words, subprocess.run([sys.executable, "-m", "megaponder", *words], check=False).returncode)
 
 
 def kill_command(console: Console, words: list[str], when: Callable[[], bool]) -> bool:
@@ -88,10 +97,11 @@ def run_python(console: Console, code: str, *arguments: str) -> None:
         raise UserError(f"the Python lines above ended with exit code {process.exitcode}; what they printed says why.")
 
 
-def forked(function: Callable[..., Any], *arguments: Any) -> Any:
-    """`function(*arguments)`, run where the imports are done already."""
+@contextmanager
+def forked(function: Callable[..., Any], *arguments: Any) -> Iterator[Callable[[], Any]]:
+    """Runs `function(*arguments)` beside the block, where the imports are done; gives what waits for its result."""
     with _processes.Pool(1) as pool:
-        return pool.apply(function, arguments)
+        yield pool.apply_async(function, arguments).get
 
 
 def _start(console: Console, words: list[str]) -> BaseProcess:

@@ -11,7 +11,16 @@ from rich.console import Console
 from megaponder.config.load import load_config
 from megaponder.config.schema import RunConfig
 from megaponder.demo import corpus, curves
-from megaponder.demo.commands import Background, forked, kill_command, relative, run_command, run_python, warm_up
+from megaponder.demo.commands import (
+    Background,
+    forked,
+    kill_command,
+    relative,
+    run_command,
+    run_light,
+    run_python,
+    warm_up,
+)
 from megaponder.demo.tokenizer import train_tokenizer
 from megaponder.errors import UserError
 from megaponder.monitor import jsonl
@@ -63,8 +72,8 @@ class Demo:
         warm_up()
         self.prepare_data()
         self.train()
-        sentence = self.compare()
-        self.export()
+        sentence = self.compare_and_export()
+        self.sample()
         self.title("What the plot shows")
         self.console.print(sentence, highlight=False)
         minutes, seconds = divmod(round(time.monotonic() - self.started), 60)
@@ -93,7 +102,7 @@ class Demo:
         self.title("Indexed datasets")
         for name, source in corpora.items():
             output = relative(self.folder / "data" / name)
-            run_command(self.console, ["prepare", relative(source), "--tokenizer", relative(path), "--output", output])
+            run_light(self.console, ["prepare", relative(source), "--tokenizer", relative(path), "--output", output])
 
     def command(self, name: str, overrides: list[str]) -> list[str]:
         """The training command of a run; paths are given only where they differ from the configuration's."""
@@ -136,20 +145,20 @@ class Demo:
         run_command(self.console, command)
         self.console.print(repeated_steps(run), highlight=False)
 
-    def compare(self) -> str:
-        """Plots both runs; returns the sentence that says what is to be seen."""
-        self.title("Validation curves")
-        path = self.folder / "validation.png"
-        sentence: str = forked(compare, self.folder, path)
-        self.console.print(f"plotted in {relative(path)}")
-        return sentence
+    def compare_and_export(self) -> str:
+        """Plots both runs beside the export of the pondering model; returns what is to be seen in the plot."""
+        self.title("Validation curves, and meanwhile the export to Hugging Face")
+        plot = self.folder / "validation.png"
+        with forked(compare, self.folder, plot) as sentence:
+            run_command(self.console, ["export", relative(self.folder / "ponderlm"), relative(self.folder / "hf")])
+            told: str = sentence()
+        self.console.print(f"plotted in {relative(plot)}")
+        return told
 
-    def export(self) -> None:
-        """The pondering model as a Hugging Face folder, and text from it."""
-        self.title("Export to Hugging Face, and a sample from transformers")
-        out = relative(self.folder / "hf")
-        run_command(self.console, ["export", relative(self.folder / "ponderlm"), out])
-        run_python(self.console, SAMPLE, out, PROMPT)
+    def sample(self) -> None:
+        """Text from the exported model, by transformers."""
+        self.title("A sample from transformers")
+        run_python(self.console, SAMPLE, relative(self.folder / "hf"), PROMPT)
 
 
 def claim(folder: Path) -> None:
