@@ -177,7 +177,7 @@ class Method:
     """Tokens run a number of passes of their own: `readout` gives `Readout.depth`."""
     skips: bool = False
     """A halted token needs no computation in training either: needed FLOPs count the active share of each pass.  The
-    first rider is then the mask: 1.0 where a token takes part in the pass."""
+    first rider is then the mask: 1.0 where a token takes part in the pass.  `enter` hands it on as it came."""
     stats: tuple[str, ...] = ()
     """Names that `readout` fills in `Readout.stats`, the same on all ranks (see `stat_names`)."""
 
