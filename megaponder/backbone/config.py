@@ -65,14 +65,14 @@ def _has_apex_kernel() -> bool:
     return True
 
 
-def _grad_accum_fusion(cfg: RunConfig, te: bool) -> bool:
+def _grad_accum_fusion(cfg: RunConfig) -> bool:
     """GEMMs that add weight gradients to the FP32 buffers: Transformer Engine's own, or NVIDIA apex's if it is there.
 
     cuBLAS wants those buffers aligned, which they are with the distributed optimizer.
     """
     if cfg.precision.grad_accum_fusion != "auto":
         return bool(cfg.precision.grad_accum_fusion)
-    return cfg.parallel.distributed_optimizer and (te or _has_apex_kernel())
+    return cfg.parallel.distributed_optimizer and (use_te(cfg.precision) or _has_apex_kernel())
 
 
 def head_config(config: TransformerConfig) -> TransformerConfig:
@@ -89,7 +89,7 @@ def deallocates(parallel: ParallelConfig) -> bool:
     return parallel.deallocate_pipeline_outputs
 
 
-def transformer_config(cfg: RunConfig, te: bool = False) -> TransformerConfig:
+def transformer_config(cfg: RunConfig) -> TransformerConfig:
     """megatron-core's view of a resolved run configuration."""
     m, par, dtype = cfg.model, cfg.parallel, dtype_of(cfg.precision)
     llama = m.family == "llama"
@@ -119,7 +119,7 @@ def transformer_config(cfg: RunConfig, te: bool = False) -> TransformerConfig:
         bf16=dtype is torch.bfloat16,
         calculate_per_token_loss=True,  # sums, divided by one global token count: see engine.step
         deallocate_pipeline_outputs=deallocates(par),
-        gradient_accumulation_fusion=_grad_accum_fusion(cfg, te),
+        gradient_accumulation_fusion=_grad_accum_fusion(cfg),
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         masked_softmax_fusion=False,

@@ -28,7 +28,7 @@ def all_reduce(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup)
     return x
 
 
-def _real(x: Tensor, valid: int, fill: float) -> Tensor:
+def masked(x: Tensor, valid: int, fill: float = MINUS_INF) -> Tensor:
     """x [..., V'] with `fill` at the rows that only pad the table."""
     if valid >= x.shape[-1]:
         return x
@@ -37,23 +37,23 @@ def _real(x: Tensor, valid: int, fill: float) -> Tensor:
 
 @fused
 def _peak(logits: Tensor, valid: int) -> Tensor:
-    return _real(logits.float(), valid, MINUS_INF).amax(-1)
+    return masked(logits.float(), valid, MINUS_INF).amax(-1)
 
 
 @fused
 def _total(logits: Tensor, peak: Tensor, valid: int) -> Tensor:
-    return _real((logits.float() - peak[..., None]).exp(), valid, 0.0).sum(-1)
+    return masked((logits.float() - peak[..., None]).exp(), valid, 0.0).sum(-1)
 
 
 @fused
 def probabilities(logits: Tensor, lse: Tensor, valid: int) -> Tensor:
     """exp(logits - lse) in the logits' format, 0 at padding rows."""
-    return _real((logits.float() - lse[..., None]).exp(), valid, 0.0).to(logits.dtype)
+    return masked((logits.float() - lse[..., None]).exp(), valid, 0.0).to(logits.dtype)
 
 
 @fused
 def _gradient(logits: Tensor, lse: Tensor, target: Tensor, grad: Tensor, valid: int) -> Tensor:
-    p = _real((logits.float() - lse[..., None]).exp(), valid, 0.0)
+    p = masked((logits.float() - lse[..., None]).exp(), valid, 0.0)
     hit = torch.arange(logits.shape[-1], device=logits.device) == target[..., None]
     return ((p - hit.float()) * grad[..., None]).to(logits.dtype)
 

@@ -19,15 +19,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from megaponder.backbone.fused import fused
-from megaponder.engine.loss import MINUS_INF, all_reduce, log_sum_exp, probabilities
-
-
-def mask_padding(logits: Tensor, valid: int) -> Tensor:
-    """Logits of this rank with the columns from `valid` on (rows that only pad the table) at -inf."""
-    if valid >= logits.shape[-1]:
-        return logits
-    padding = torch.arange(logits.shape[-1], device=logits.device) >= valid
-    return logits.masked_fill(padding, MINUS_INF)
+from megaponder.engine.loss import MINUS_INF, all_reduce, log_sum_exp, masked, probabilities
 
 
 def _keep_topk(logits: Tensor, topk: int, group: dist.ProcessGroup) -> Tensor:
@@ -60,7 +52,7 @@ class _Mixture(torch.autograd.Function):
     ) -> Tensor:
         logits = h @ head.t()
         if topk:
-            logits = _keep_topk(mask_padding(logits, valid), topk, group)
+            logits = _keep_topk(masked(logits, valid), topk, group)
         p = probabilities(logits, log_sum_exp(logits, valid, group), valid)
         ctx.save_for_backward(h, head, table, p)
         ctx.scale, ctx.group = scale, group

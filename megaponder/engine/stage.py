@@ -33,7 +33,6 @@ from megaponder.config.schema import RunConfig
 from megaponder.engine import loss
 from megaponder.engine.fp8 import Fp8
 from megaponder.engine.groups import Groups
-from megaponder.engine.mixture import mask_padding
 from megaponder.engine.objective import Objective, objective
 from megaponder.engine.rows import Attending, Rows
 from megaponder.engine.stash import PassState
@@ -63,7 +62,7 @@ class PonderStage(MegatronModule):
     """Embedding (first stage), layers, final norm, head and the method's modules (last stage)."""
 
     def __init__(self, cfg: RunConfig, method: Method, groups: Groups, embedding_scale: float):
-        super().__init__(config=transformer_config(cfg, te=use_te(cfg.precision)))
+        super().__init__(config=transformer_config(cfg))
         m, te = cfg.model, use_te(cfg.precision)
         assert m.vocab_size is not None and m.hidden_size is not None and m.num_heads is not None
         self.method, self.groups, self.embedding_scale = method, groups, embedding_scale
@@ -252,7 +251,7 @@ class PonderStage(MegatronModule):
     def local_logits(self, hidden_sbh: Tensor) -> Tensor:
         """FP32 logits of this rank's vocabulary rows [n, b, V_padded/tp]; padding rows are -inf."""
         logits, _ = self.output_layer(hidden_sbh, weight=self.head_weight() if self.tied else None)
-        return mask_padding(logits.float(), self.vocab_size - self.groups.tp_rank * logits.shape[-1])
+        return loss.masked(logits.float(), self.vocab_size - self.groups.tp_rank * logits.shape[-1])
 
     def cross_entropy(self, hidden_sbh: Tensor, labels_nb: Tensor) -> Tensor:
         """Cross entropy of every row, FP32 [n, b]."""

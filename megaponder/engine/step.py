@@ -183,36 +183,35 @@ class Engine:
         total = torch.zeros(len(names), dtype=torch.float64, device=self.groups.device)
         for sums in run.sums:
             total += torch.stack([sums[k].double() if k in sums else total.new_zeros(()) for k in names])
-        if self.groups.is_last_stage:
-            if self.stage.config.sequence_parallel:
-                # sums over this rank's tokens; losses are the same on all tensor ranks
-                own = torch.tensor([not name.startswith("loss") for name in names], device=total.device)
-                part = total * own
-                dist.all_reduce(part, group=self.groups.tp)
-                total = torch.where(own, part, total)
-            dist.all_reduce(total, group=self.groups.dp)
-        if self.groups.pp_size > 1:
-            dist.broadcast(
-                total, src=dist.get_global_rank(self.groups.pp, self.groups.pp_size - 1), group=self.groups.pp
-            )
+        if self.groups.is_last_stage and self.stage.config.sequence_parallel:
+            # sums over this rank's tokens; losses are the same on all tensor ranks
+            own = torch.tensor([not name.startswith("loss") for name in names], device=total.device)
+            part = total * own
+            dist.all_reduce(part, group=self.groups.tp)
+            total = torch.where(own, part, total)
+        self._share(total)
         values = dict(zip(names, total.tolist(), strict=True))
         out = StepOutput(values.pop("loss"), values.pop("aux"), tokens, values)
         if run.number is None and method.halts:
             out.by_token = self._by_token(run)
         return out
 
-    def _by_token(self, run: Step) -> Tensor:
-        total = torch.zeros(2, self.stage.vocab_size, device=self.groups.device)
-        for part in run.by_token:
-            total += part
+    def _share(self, total: Tensor) -> None:
+        """In place: summed over data-parallel ranks on the last stage, then told to every pipeline stage."""
         if self.groups.is_last_stage:
-            if self.stage.config.sequence_parallel:
-                dist.all_reduce(total, group=self.groups.tp)
             dist.all_reduce(total, group=self.groups.dp)
         if self.groups.pp_size > 1:
             dist.broadcast(
                 total, src=dist.get_global_rank(self.groups.pp, self.groups.pp_size - 1), group=self.groups.pp
             )
+
+    def _by_token(self, run: Step) -> Tensor:
+        total = torch.zeros(2, self.stage.vocab_size, device=self.groups.device)
+        for part in run.by_token:
+            total += part
+        if self.groups.is_last_stage and self.stage.config.sequence_parallel:
+            dist.all_reduce(total, group=self.groups.tp)
+        self._share(total)
         return total.cpu()
 
     @torch.no_grad()
