@@ -39,12 +39,14 @@ class PonderLayer(TransformerLayer):
         self, x_sbh: Tensor, rotary: Tensor | None, attend: Attend, kept: Kept, reads: Reads | None = None
     ) -> tuple[Tensor, Kept]:
         """Rows in, rows out; with `reads`, all rows serve as keys and only the rows that are read come out."""
-        attended, bias, kept = self.self_attention(self.input_layernorm(x_sbh), rotary, attend, kept, reads)
-        x_sbh = read_rows(x_sbh, reads)
         if not self.parallel_residual:
-            x_sbh = _add(x_sbh, attended, bias)
+            attended, bias, kept = self.self_attention(self.input_layernorm(x_sbh), rotary, attend, kept, reads)
+            x_sbh = _add(read_rows(x_sbh, reads), attended, bias)
             return _add(x_sbh, *self._mlp(x_sbh)), kept
-        inner, inner_bias = self._mlp(x_sbh)
+        x_sbh, for_attention, for_mlp = fused.thrice(x_sbh)
+        attended, bias, kept = self.self_attention(self.input_layernorm(for_attention), rotary, attend, kept, reads)
+        x_sbh = read_rows(x_sbh, reads)
+        inner, inner_bias = self._mlp(read_rows(for_mlp, reads))
         if bias is None or inner_bias is None:
             return x_sbh + attended + inner, kept
         return fused.add_biased_twice(x_sbh, attended, bias, inner, inner_bias), kept

@@ -16,18 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megaponder.backbone.fused import only, put_rows, rows_alone, take_rows
+
 SIZES = 16
 """Sizes that a gathered pass may have: few shapes for kernels and captured graphs."""
-
-
-def _along(index: Tensor, x: Tensor) -> Tensor:
-    """An index [c, b] in the shape that gather and scatter want for x [s, b, ...]."""
-    return index.reshape(*index.shape, *([1] * (x.dim() - 2))).expand(*index.shape, *x.shape[2:])
-
-
-def only(active: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """`new` at active tokens, `old` elsewhere; active [s, b], new and old [s, b, ...]."""
-    return torch.where(active.reshape(*active.shape, *([1] * (new.dim() - 2))), new, old)
 
 
 def count_places(active: Tensor, group: dist.ProcessGroup | None = None) -> int:
@@ -48,25 +40,29 @@ class Rows:
     """
 
     def __init__(self, active: Tensor, group: dist.ProcessGroup | None = None, places: int | None = None):
-        s = active.shape[0]
         self.places = count_places(active, group) if places is None else places
         # stable: active tokens first, in their order, then halted ones
         self.index = (~active).int().argsort(dim=0, stable=True)[: self.places]
-        self.active = active.gather(0, self.index)
-        self._group, self._s = group, s
+        self.active = active
+        self._inverse = self._places_of_rows()
+        self._group = group
+
+    def _places_of_rows(self) -> Tensor:
+        """The place of each token, `places` where it has none: [s, b]."""
+        number = torch.arange(self.places, device=self.index.device)[:, None].expand_as(self.index)
+        return torch.full_like(self.active, self.places, dtype=torch.long).scatter(0, self.index, number)
 
     def take(self, x: Tensor) -> Tensor:
         """Rows at the places: [s, b, ...] -> [c, b, ...]."""
-        return x.gather(0, _along(self.index, x))
+        return take_rows(x, self.index, self._inverse)
 
     def put(self, new: Tensor, old: Tensor) -> Tensor:
         """`old` [s, b, ...] with the active tokens' rows from `new` [c, b, ...]."""
-        index = _along(self.index, new)
-        return old.scatter(0, index, only(self.active, new, old.gather(0, index)))
+        return put_rows(new, old, self.index, self._inverse, self.active)
 
     def alone(self, new: Tensor) -> Tensor:
         """The active tokens' rows from `new` [c, b, ...] among rows of zeros: [s, b, ...]."""
-        return self.put(new, new.new_zeros(self._s, *new.shape[1:]))
+        return rows_alone(new, self.index, self._inverse, self.active)
 
     def whole(self) -> Rows:
         """The places of all ranks of the group, as places in the whole sequence."""
@@ -74,17 +70,17 @@ class Rows:
             return self
         size, rank = self._group.size(), self._group.rank()
         out = object.__new__(Rows)
-        out.index, out.active = (
-            _all_gather(x, self._group) for x in (self.index + rank * self._s, self.active.to(torch.uint8))
+        out.index, active = (
+            _all_gather(x, self._group) for x in (self.index + rank * self.active.shape[0], self.active.to(torch.uint8))
         )
-        out.active = out.active.bool()
-        out.places, out._group, out._s = self.places * size, None, self._s * size
+        out.active, out.places, out._group = active.bool(), self.places * size, None
+        out._inverse = out._places_of_rows()
         return out
 
     @property
     def all_of_them(self) -> bool:
         """There is a place for every token: gathering would only cost."""
-        return self.places == self._s
+        return self.places == self.active.shape[0]
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:

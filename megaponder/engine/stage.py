@@ -29,6 +29,7 @@ from megaponder.backbone import spec
 from megaponder.backbone.attention import Kept, Reads
 from megaponder.backbone.config import head_config, padded_vocab, transformer_config, use_te
 from megaponder.backbone.embedding import Embedding
+from megaponder.backbone.fused import turns
 from megaponder.config.schema import RunConfig
 from megaponder.engine import loss
 from megaponder.engine.fp8 import Fp8
@@ -193,11 +194,11 @@ class PonderStage(MegatronModule):
         return copy_to_tensor_model_parallel_region(riders, group=self.groups.tp)
 
     def _rotary(self, p: Pass, rows: int) -> Tensor | None:
-        """Angles [rows, 1, 1, d_rot]; all slots of a token share its position."""
+        """`fused.turns` [2, rows, 1, 1, d_rot]; all slots of a token share its position."""
         if self.rotary is None:
             return None
-        angles = self.rotary(rows // p.slots)
-        return angles if p.slots == 1 else angles.repeat_interleave(p.slots, dim=0)
+        turn = turns(self.rotary(rows // p.slots))
+        return turn if p.slots == 1 else turn.repeat_interleave(p.slots, dim=1)
 
     def gathered(self, active: Tensor | None) -> Rows | None:
         """Places of this rank's active tokens [s, b]; None where all rows run: nobody halts, or halting only masks."""
@@ -218,7 +219,7 @@ class PonderStage(MegatronModule):
         if own is not None:
             rows = own.whole()
             x = own.take(x)
-            rotary = None if rotary is None else rotary[:, 0, 0][rows.index][:, :, None]
+            rotary = None if rotary is None else rotary[:, :, 0, 0][:, rows.index][:, :, :, None]
         for i, layer in enumerate(self.decoder.layers):
             precision = self.fp8.layer(i) if self.fp8 else nullcontext
             final = self.groups.is_last_stage and i == len(self.decoder.layers) - 1
