@@ -27,7 +27,7 @@ from torch.utils import _pytree
 
 from megaponder.data.batch import MicroBatch
 from megaponder.engine.objective import Objective
-from megaponder.engine.rows import count_places
+from megaponder.engine.rows import most_active, places_for
 from megaponder.engine.stage import PonderStage
 from megaponder.engine.stash import PassState
 from megaponder.ponder.base import Flow, Pass
@@ -121,6 +121,7 @@ class Captures:
         self._parameters = [p for p in stage.parameters() if p.requires_grad]
         self._graphs: dict[Any, _Graphs] = {}
         self._seen: set[Any] = set()
+        self._numbers: dict[Any, int] = {}
         self._pools: dict[Any, Any] = {}
         self._owned: set[Any] = set()
         self.failure = ""
@@ -146,16 +147,19 @@ class Captures:
         tokens: Tensor,
     ) -> Flow | Objective:
         """`PonderStage.forward` with gradients: run, captured or replayed."""
-        places = self._places(p, batch, incoming)
+        most, rows = self._most_active(p, batch, incoming)
         tree = _to_tree(batch, incoming, state, step, tokens)
         leaves, structure = _pytree.tree_flatten(tree)
         inputs = [t for t in leaves if t is not None]
-        shapes = (p, places, repr(structure), tuple(None if t is None else _shape(t) for t in leaves))
-        if self.failure or shapes not in self._seen:
-            self._seen.add(shapes)
+        shapes = self._number(p, repr(structure), *(None if t is None else _shape(t) for t in leaves))
+        where = self._number(*(_place(t) if _place(t) in self._owned else None for t in inputs))
+        # the host waits here for the pass before: what can be done earlier is done
+        places = places_for(most, rows)
+        if self.failure or (shapes, places) not in self._seen:
+            self._seen.add((shapes, places))
             return self._as_it_is(places, p, batch, incoming, state, step, tokens)
         slot = self._slots.take(microbatch)
-        key = (shapes, slot, tuple(_place(t) if _place(t) in self._owned else None for t in inputs))
+        key = (shapes, places, slot, where)
         if key not in self._graphs:
             try:
                 self._graphs[key] = self._capture(p, places, leaves, structure, slot)
@@ -183,16 +187,17 @@ class Captures:
         finally:
             self._stage.places = None
 
-    def _places(self, p: Pass, batch: MicroBatch, incoming: Flow | None) -> int:
-        """Rows that the pass gathers; the host waits for the count of the pass before."""
-        everyone: int = batch.ids_bn.shape[1]
+    def _number(self, *what: Any) -> int:
+        """A short name for a long key."""
+        return self._numbers.setdefault(what, len(self._numbers))
+
+    def _most_active(self, p: Pass, batch: MicroBatch, incoming: Flow | None) -> tuple[Tensor | int, int]:
+        """(active tokens of the sequence that has most, tokens of a sequence on this rank)."""
         stage = self._stage
-        if not stage.skip_halted or incoming is None:
-            return everyone
-        active = stage.method.active(p, incoming.riders)
+        active = stage.method.active(p, incoming.riders) if stage.skip_halted and incoming is not None else None
         if active is None:
-            return everyone
-        return count_places(active, stage.groups.tp if stage.config.sequence_parallel else None)
+            return batch.ids_bn.shape[1], batch.ids_bn.shape[1]
+        return most_active(active, stage.groups.tp if stage.config.sequence_parallel else None), active.shape[0]
 
     def _capture(self, p: Pass, places: int, leaves: Sequence[Tensor | None], structure: Tree, slot: int) -> _Graphs:
         static: list[Tensor | None] = []

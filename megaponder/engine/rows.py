@@ -22,12 +22,16 @@ SIZES = 16
 """Sizes that a gathered pass may have: few shapes for kernels and captured graphs."""
 
 
-def count_places(active: Tensor, group: dist.ProcessGroup | None = None) -> int:
-    """Places that every sequence of this rank needs for its active tokens [s, b], rounded up to one of 16 sizes."""
-    s = active.shape[0]
+def most_active(active: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The largest number of active tokens of a sequence on any rank of the group; active [s, b]."""
     most = active.sum(0).max()
     if group is not None and group.size() > 1:
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    return most
+
+
+def places_for(most: Tensor | int, s: int) -> int:
+    """Places for that many of s tokens, rounded up to one of 16 sizes.  The host waits for a tensor's device."""
     step = max(1, s // SIZES)
     return min(s, max(1, -(-int(most) // step)) * step)
 
@@ -36,11 +40,11 @@ class Rows:
     """The places of active tokens on this rank; `active` [s, b] bool.
 
     With `group` the sequence is sharded over it: all ranks get equally many places.  `places` says how many, where
-    they have been counted before (`count_places`); counting makes the host wait for the device.
+    they have been counted before; counting makes the host wait for the device.
     """
 
     def __init__(self, active: Tensor, group: dist.ProcessGroup | None = None, places: int | None = None):
-        self.places = count_places(active, group) if places is None else places
+        self.places = places_for(most_active(active, group), active.shape[0]) if places is None else places
         # stable: active tokens first, in their order, then halted ones
         self.index = (~active).int().argsort(dim=0, stable=True)[: self.places]
         self.active = active

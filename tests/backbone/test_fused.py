@@ -90,7 +90,7 @@ def test_gpu_kernels(name: str, dtype: torch.dtype) -> None:
 
 
 def test_bf16_gelu_is_as_good_as_a_library_s() -> None:
-    """Every finite BF16 value: at most one BF16 step from the exact GELU, and its derivative as near as rounding."""
+    """Every BF16 value below 1e4: GELU and its derivative within rounding of the exact ones."""
     x = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     x = x[x.isfinite() & (x.abs() < 1e4)][:, None].requires_grad_()
     out = fused.gelu(x, torch.zeros(1, dtype=x.dtype))
@@ -98,5 +98,5 @@ def test_bf16_gelu_is_as_good_as_a_library_s() -> None:
     wide = x.detach().double().requires_grad_()
     exact = F.gelu(wide)
     (slope,) = torch.autograd.grad(exact.sum(), wide)
-    assert torch.all((out.double() - exact).abs() <= 2**-8 * exact.abs() + 5e-7)
-    assert torch.all((grad.double() - slope).abs() <= 2**-8 * slope.abs() + 5e-7)
+    assert torch.all((out.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6)
+    assert torch.all((grad.double() - slope).abs() <= 2**-8 * slope.abs() + 1e-6)
