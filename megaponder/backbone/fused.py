@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -46,6 +46,11 @@ def fused(function: Function, **options: Any) -> Function:
 def one_kernel(function: Function) -> Function:
     """`fused` for a function that ends in a concatenation whose parts share no input: no part is stored by itself."""
     return fused(function, force_pointwise_cat=True, realize_reads_threshold=64, realize_opcount_threshold=1000)
+
+
+def _packed(grads: Sequence[Tensor]) -> list[Tensor]:
+    """One layout, hence one kernel: gradients from an attention kernel or from a sum may lie in any order."""
+    return [g.contiguous() for g in grads]
 
 
 # --- activations ------------------------------------------------------------------------------------------------------
@@ -90,7 +95,7 @@ class _GeluBF16(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        out: tuple[Tensor, Tensor] = _gelu_backward(grad, *ctx.saved_tensors)
+        out: tuple[Tensor, Tensor] = _gelu_backward(grad.contiguous(), *ctx.saved_tensors)
         return out
 
 
@@ -145,7 +150,7 @@ class _Thrice(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        out: Tensor = _sum3(*grads)
+        out: Tensor = _sum3(*_packed(grads))
         return out
 
 
@@ -193,7 +198,7 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _split_backward(*grads, *ctx.saved_tensors), None, None, None
+        return _split_backward(*_packed(grads), *ctx.saved_tensors), None, None, None
 
 
 def split_rotated(qkv: Tensor, turn: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -249,7 +254,7 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _take_backward(grad, *ctx.saved_tensors), None, None
+        return _take_backward(grad.contiguous(), *ctx.saved_tensors), None, None
 
 
 def take_rows(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
@@ -282,7 +287,7 @@ class _Put(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *_put_backward(grad, *ctx.saved_tensors), None, None, None
+        return *_put_backward(grad.contiguous(), *ctx.saved_tensors), None, None, None
 
 
 def put_rows(new: Tensor, old: Tensor, index: Tensor, inverse: Tensor, active: Tensor) -> Tensor:
@@ -310,7 +315,7 @@ class _Alone(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _alone_backward(grad, *ctx.saved_tensors), None, None, None
+        return _alone_backward(grad.contiguous(), *ctx.saved_tensors), None, None, None
 
 
 def rows_alone(new: Tensor, index: Tensor, inverse: Tensor, active: Tensor) -> Tensor:

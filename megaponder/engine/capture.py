@@ -17,7 +17,8 @@ others are copied.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -212,7 +213,7 @@ class Captures:
         pool = self._pools.setdefault((p.index, slot), torch.cuda.graph_pool_handle())
         earlier = self._shared.get((p, slot))  # of another variant
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(forward, pool=pool, stream=self.stream, capture_error_mode="thread_local"):
+        with self._recording(forward, pool):
             out = self._as_it_is(places, p, batch, incoming, state, step, tokens)
             made, shape = _pytree.tree_flatten(_output_tree(out, state))
             outputs = [o.detach() for o in made] if earlier is None else _copied(made, earlier.outputs)
@@ -220,7 +221,7 @@ class Captures:
             grads_out = [torch.zeros_like(o) if o.requires_grad else None for o in made]
         else:
             grads_out = earlier.grads_out
-        with torch.cuda.graph(backward, pool=pool, stream=self.stream, capture_error_mode="thread_local"):
+        with self._recording(backward, pool):
             grads_in = self._backward(inputs, made, grads_out)
             if earlier is not None:
                 grads_in = _copied(grads_in, earlier.grads_in)
@@ -228,6 +229,15 @@ class Captures:
         graphs = _Graphs(inputs, outputs, shape, forward, backward, grads_out, grads_in)
         self._shared.setdefault((p, slot), graphs)
         return graphs
+
+    @contextmanager
+    def _recording(self, graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+        """What runs inside becomes the graph.  No capture survives a compilation: what would need one runs as it is."""
+        with (
+            torch.compiler.set_stance("eager_on_recompile"),
+            torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"),
+        ):
+            yield
 
     def _backward(
         self, inputs: list[Tensor], outputs: list[Tensor], grads_out: list[Tensor | None]
