@@ -112,6 +112,10 @@ class ParallelConfig:
     """Micro-batches that run through one pass before the next pass starts (N of the interleaved schedule)."""
     recompute: Literal["none", "layer"] = "none"
     """Activation recompute: keep everything, or only the input of each layer."""
+    recompute_layers: int | None = None
+    """With recompute: layer, only the first so many layers of each pipeline stage; default: all."""
+    recompute_passes: int | None = None
+    """With recompute: layer, only the first so many passes, whose activations are kept longest; default: all."""
     deallocate_pipeline_outputs: bool | None = None
     """Free a stage's output once sent; default: on with NCCL, off with gloo (where it corrupts numbers)."""
     timeout_minutes: float = 10.0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,7 @@ from megaponder.backbone.attention import Kept, Reads
 from megaponder.backbone.config import head_config, padded_vocab, transformer_config, use_te
 from megaponder.backbone.embedding import Embedding
 from megaponder.backbone.fused import turns
+from megaponder.config.recompute import recomputed_layers
 from megaponder.config.schema import RunConfig
 from megaponder.engine import loss
 from megaponder.engine.fp8 import Fp8
@@ -68,7 +70,7 @@ class PonderStage(MegatronModule):
         assert m.vocab_size is not None and m.hidden_size is not None and m.num_heads is not None
         self.method, self.groups, self.embedding_scale = method, groups, embedding_scale
         self.vocab_size = m.vocab_size
-        self.recompute = cfg.parallel.recompute == "layer"
+        self.recomputed = partial(recomputed_layers, cfg)
         self.skip_halted = cfg.ponder.skip_halted
         self.places: int | None = None
         """Places for active tokens in the coming pass (`engine.rows`); None: counted when they are needed."""
@@ -220,6 +222,7 @@ class PonderStage(MegatronModule):
             rows = own.whole()
             x = own.take(x)
             rotary = None if rotary is None else rotary[:, :, 0, 0][:, rows.index][:, :, :, None]
+        recomputed = self.recomputed(p.index)
         for i, layer in enumerate(self.decoder.layers):
             precision = self.fp8.layer(i) if self.fp8 else nullcontext
             final = self.groups.is_last_stage and i == len(self.decoder.layers) - 1
@@ -240,7 +243,7 @@ class PonderStage(MegatronModule):
                     return layer(x, rotary, attend, before, reads)
 
             before = kept[i] if kept else ()
-            if self.recompute and torch.is_grad_enabled():
+            if i < recomputed and torch.is_grad_enabled():
                 # non-reentrant, and what passes carry is an explicit input and output: gradients stay exact
                 x, left = checkpoint(run, x, riders, *before, use_reentrant=False, preserve_rng_state=False)
             else:

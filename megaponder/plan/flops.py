@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megaponder.config.facts import MethodLike, PassLike
+from megaponder.config.recompute import recomputed_layers
 from megaponder.config.schema import ModelConfig, RunConfig
 
 BACKWARD = 2.0
@@ -46,7 +47,8 @@ class StepFlops:
     """FLOPs per token of a step's passes."""
 
     passes: tuple[PassFlops, ...]
-    recompute: bool
+    again: tuple[float, ...]
+    """Share of the stack's layers that the backward of each pass runs again."""
 
     @property
     def forward(self) -> float:
@@ -60,9 +62,8 @@ class StepFlops:
 
     @property
     def executed(self) -> float:
-        """Training with what is run again: the numerator of HFU.  Layer recompute repeats the stack's forward."""
-        again = sum(p.linear + p.attention for p in self.passes) if self.recompute else 0.0
-        return self.needed + again
+        """Training with what is run again: the numerator of HFU."""
+        return self.needed + sum(s * (p.linear + p.attention) for s, p in zip(self.again, self.passes, strict=True))
 
 
 def linear_flops(model: ModelConfig) -> float:
@@ -106,7 +107,10 @@ def pass_flops(cfg: RunConfig, method: MethodLike, p: PassLike) -> PassFlops:
 def step_flops(cfg: RunConfig, method: MethodLike, step: int = 0) -> StepFlops:
     """FLOPs of the plan of one step."""
     plan = method.passes(cfg.train.seed, step)
-    return StepFlops(tuple(pass_flops(cfg, method, p) for p in plan), cfg.parallel.recompute == "layer")
+    stages, layers = cfg.parallel.pipeline, cfg.model.num_layers
+    assert layers
+    again = tuple(recomputed_layers(cfg, p.index) * stages / layers for p in plan)
+    return StepFlops(tuple(pass_flops(cfg, method, p) for p in plan), again)
 
 
 def mean_needed(cfg: RunConfig, method: MethodLike) -> float:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 
 from megaponder.config import budget
 from megaponder.config.facts import MethodFacts, PassLike
+from megaponder.config.recompute import recomputed_layers
 from megaponder.config.rules.layout import choose_group
 from megaponder.config.schema import ModelConfig, RunConfig
 from megaponder.plan.parameters import Parameters, rank_parameters
@@ -60,12 +61,13 @@ def passes_in_flight(stage: int, stages: int, passes: int, micro_batches: int, g
 
 
 def layer_activations(cfg: RunConfig, rows: int, te: bool = False) -> float:
-    """Bytes that one layer keeps for its backward pass, for `rows` rows (sequences x tokens x slots) on one rank."""
+    """Bytes that one layer keeps for its backward pass, for `rows` rows (sequences x tokens x slots) on one rank.
+
+    Without recompute; a layer that is recomputed keeps its input (`layer_input`).
+    """
     model, e, tp = cfg.model, element_bytes(cfg), cfg.parallel.tensor
     assert model.hidden_size and model.num_heads and model.ffn_size
     shards = tp if cfg.parallel.sequence else 1
-    if cfg.parallel.recompute == "layer":
-        return rows * model.hidden_size * e / shards
     gated = 3 if te else 4  # SwiGLU keeps its two inputs and its output, and without a kernel of its own silu(gate)
     split = _attention_elements(model) + (gated if model.family == "llama" else 2) * model.ffn_size
     log_sums = 4 * model.num_heads  # FP32, of the fused attention
@@ -107,7 +109,9 @@ def rank_memory(
     tokens = cfg.train.micro_batch * cfg.data.sequence_length
     layers = model.num_layers // par.pipeline
     final = stage == par.pipeline - 1
-    per_pass = [_pass_activations(cfg, tokens * p.slots, layers, te, final) for p in passes]
+    per_pass = [
+        _pass_activations(cfg, tokens * p.slots, layers, recomputed_layers(cfg, p.index), te, final) for p in passes
+    ]
     if facts.keeps_kv:
         per_pass = [
             a + (0 if p.last else layers * _kept(cfg, tokens * p.slots, te))
@@ -115,8 +119,7 @@ def rank_memory(
         ]
     activations = sum(per_pass) * flight / len(passes)
     if par.recompute == "layer":  # the layer whose backward runs has all of its own
-        whole = _without_recompute(cfg)
-        activations += layer_activations(whole, tokens * max(p.slots for p in passes), te)
+        activations += layer_activations(cfg, tokens * max(p.slots for p in passes), te)
 
     vocabulary = 0.0
     if stage == par.pipeline - 1:
@@ -135,14 +138,19 @@ def rank_memory(
     )
 
 
-def _pass_activations(cfg: RunConfig, rows: int, layers: int, te: bool, final: bool) -> float:
-    """One pass of one micro-batch through a stage: its layers, what came in or was embedded, and the final norm."""
-    shards = cfg.parallel.tensor if cfg.parallel.sequence else 1
-    around = rows * (cfg.model.hidden_size or 0) * element_bytes(cfg)
+def layer_input(cfg: RunConfig, rows: int) -> float:
+    """Bytes that a recomputed layer keeps: the hidden states of its rows on one rank."""
+    return (
+        rows * (cfg.model.hidden_size or 0) * element_bytes(cfg) / (cfg.parallel.tensor if cfg.parallel.sequence else 1)
+    )
+
+
+def _pass_activations(cfg: RunConfig, rows: int, layers: int, recomputed: int, te: bool, final: bool) -> float:
+    """One pass of one micro-batch through a stage: its layers, which keep what came in, and the final norm."""
+    whole = (layers - recomputed) * layer_activations(cfg, rows, te) + recomputed * layer_input(cfg, rows)
     if final:
-        norm = _norm_bytes(cfg, te) / 2
-        return layers * layer_activations(cfg, rows, te) + (around + rows * norm) / shards
-    return layers * layer_activations(cfg, rows, te) + around / shards
+        whole += rows * _norm_bytes(cfg, te) / 2 / (cfg.parallel.tensor if cfg.parallel.sequence else 1)
+    return whole
 
 
 def _kept(cfg: RunConfig, rows: int, te: bool) -> float:
@@ -157,14 +165,6 @@ def _captured(cfg: RunConfig, te: bool) -> bool:
     """Whether the plan's GPU would run passes as CUDA graphs."""
     overlap = cfg.parallel.overlap_grad_reduce or cfg.parallel.overlap_param_gather
     return te and bool(cfg.precision.cuda_graphs) and not overlap
-
-
-def _without_recompute(cfg: RunConfig) -> RunConfig:
-    import copy
-
-    whole = copy.deepcopy(cfg)
-    whole.parallel.recompute = "none"
-    return whole
 
 
 def _fp8_copies(cfg: RunConfig, held: Parameters) -> int:

@@ -133,6 +133,21 @@ BROKEN: list[Broken] = [
         parallel__microbatch_group=2,
     ),
     broken("parallel.overlap_param_gather", "distributed_optimizer", parallel__overlap_param_gather=True),
+    broken("parallel.recompute_layers", "needs parallel.recompute: layer", parallel__recompute_layers=1),
+    broken(
+        "parallel.recompute_layers",
+        "from 1 to the 6 layers of a pipeline stage; the nearest is 6",
+        world=2,
+        parallel__pipeline=2,
+        parallel__recompute="layer",
+        parallel__recompute_layers=7,
+    ),
+    broken(
+        "parallel.recompute_passes",
+        "passes; the nearest is 1",
+        parallel__recompute="layer",
+        parallel__recompute_passes=0,
+    ),
     broken(
         "parallel.overlap_param_gather",
         "overlap_grad_reduce",

@@ -91,6 +91,8 @@ class Layout:
     distributed_optimizer: bool = False
     overlap: bool = False
     recompute: str = "none"
+    parts: int | None = None
+    """Layers of a stage, and passes, that are recomputed; None: all."""
     deep: bool = False
     """Cases with more than two layers run here too."""
     every: bool = True
@@ -106,6 +108,7 @@ class Layout:
 LAYOUTS = {
     "one-batch1": Layout(batch=1, deep=True, evaluate=True),
     "one-batch4-recompute": Layout(batch=4, recompute="layer", every=False),
+    "one-recompute-some": Layout(recompute="layer", parts=1, every=False),
     "tp2": Layout(tensor=2, every=False),
     "tp2-sp": Layout(tensor=2, sequence=True, evaluate=True),
     "tp2-sp-recompute-batch4": Layout(tensor=2, sequence=True, recompute="layer", batch=4, every=False),
@@ -170,6 +173,8 @@ def run_config(case: Case, layout: Layout) -> RunConfig:
         overlap_grad_reduce=layout.overlap,
         overlap_param_gather=layout.overlap and layout.distributed_optimizer,
         recompute=layout.recompute,  # type: ignore[arg-type]
+        recompute_layers=layout.parts,
+        recompute_passes=layout.parts,
     )
     return resolve(cfg)
 

@@ -10,7 +10,7 @@ from megaponder.config.facts import MethodFacts, facts_of
 from megaponder.config.load import from_mapping
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import RunConfig
-from megaponder.plan.memory import Memory, layer_activations, passes_in_flight, rank_memory
+from megaponder.plan.memory import Memory, layer_activations, layer_input, passes_in_flight, rank_memory
 from megaponder.ponder.settings import method_of
 from tests.distributed import run_workers
 
@@ -24,7 +24,15 @@ SHAPES: dict[str, dict[str, Any]] = {
 TOKENS, BATCH, VOCAB = 64, 2, 512
 
 
-def config(shape: str, layers: int, dtype: str, recompute: str, method: str = "vanilla", **options: Any) -> RunConfig:
+def config(
+    shape: str,
+    layers: int,
+    dtype: str,
+    recompute: str,
+    method: str = "vanilla",
+    parts: int | None = None,
+    **options: Any,
+) -> RunConfig:
     model = {"num_layers": layers, "hidden_size": 64, "num_heads": 4, "ffn_size": 160, "vocab_size": VOCAB}
     return resolve(
         from_mapping(
@@ -32,7 +40,7 @@ def config(shape: str, layers: int, dtype: str, recompute: str, method: str = "v
                 "model": model | SHAPES[shape],
                 "ponder": {"method": method, "options": options},
                 "data": {"sequence_length": TOKENS},
-                "parallel": {"recompute": recompute},
+                "parallel": {"recompute": recompute, "recompute_layers": parts, "recompute_passes": parts},
                 "precision": {"dtype": dtype, "implementation": "local"},
                 "train": {"steps": 1, "global_batch": BATCH, "micro_batch": BATCH},
             }
@@ -85,21 +93,27 @@ def test_counts_match_what_is_built_and_saved() -> None:
         {"shape": "llama", "dtype": "fp32", "recompute": "none", "layers": 2, "method": method}
         for method in ("loop", "ponderlm")
     ]
+    methods.append(methods[0] | {"recompute": "layer", "parts": 1})  # one of two layers, in one of the passes
     cases = [case | {"layers": n} for case in layers for n in (2, 3)] + methods
     found = run_workers("tests.plan.test_memory:measure", 1, args={"cases": cases})[0]
 
     for case, (parameters, _) in zip(cases, found, strict=True):
         assert model_parameters(config(**case), padded=True).total == parameters, case
     for i, case in enumerate(layers):  # a third layer more
-        expected = layer_activations(config(**case, layers=2), BATCH * TOKENS)
+        cfg = config(**case, layers=2)
+        kept = layer_input if case["recompute"] == "layer" else layer_activations
+        expected = kept(cfg, BATCH * TOKENS)
         assert found[2 * i + 1][1] - found[2 * i][1] == pytest.approx(expected, rel=0.06), case
 
-    for case, (_, measured) in zip(methods, found[-2:], strict=True):
+    for case, (_, measured) in zip(methods, found[-len(methods) :], strict=True):
         cfg = config(**case)
         method = method_of(cfg)
         memory = rank_memory(cfg, facts_of(method), method.passes(0, 0), 1, 0)
         logits = BATCH * TOKENS * VOCAB * (4 + 4)  # of the head, which was not run
-        assert measured == pytest.approx(memory.activations + memory.vocabulary - logits, rel=0.06), case
+        held = memory.activations + memory.vocabulary - logits
+        if cfg.parallel.recompute == "layer":  # the layer whose backward runs: none does here
+            held -= layer_activations(cfg, BATCH * TOKENS)
+        assert measured == pytest.approx(held, rel=0.06), case
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,23 @@ def skipping_needs_halting(c: Case) -> None:
     require(ok, "ponder.skip_halted", True, rule, "use false, or method adaponderlm or adaptive_cot")
 
 
+def recompute_names_layers_and_passes(c: Case) -> None:
+    """Parts of a recompute that is off, or more than there is, would silently do nothing."""
+    p, layers = c.cfg.parallel, (c.cfg.model.num_layers or 1) // c.cfg.parallel.pipeline
+    for name, value, most, of in (
+        ("recompute_layers", p.recompute_layers, layers, "layers of a pipeline stage"),
+        ("recompute_passes", p.recompute_passes, c.facts.max_passes, "passes"),
+    ):
+        if value is not None:
+            field = f"parallel.{name}"
+            require(
+                p.recompute == "layer", field, value, "it needs parallel.recompute: layer", "set that or leave it out"
+            )
+            near = min(max(value, 1), most)
+            rule = f"it must be from 1 to the {most} {of}"
+            require(1 <= value <= most, field, value, rule, f"the nearest is {near}")
+
+
 def gloo_keeps_outputs(c: Case) -> None:
     """gloo still reads a sent tensor after the send has been posted: freeing it corrupts the numbers silently."""
     on_cpu = c.machine is not None and c.machine.device == "cpu"
@@ -168,5 +185,6 @@ RULES: tuple[Rule, ...] = (
     overlap_has_what_it_needs,
     overlap_needs_fixed_passes,
     skipping_needs_halting,
+    recompute_names_layers_and_passes,
     gloo_keeps_outputs,
 )
