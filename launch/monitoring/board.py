@@ -100,6 +100,7 @@ ROWS: dict[str, tuple[Chart, ...]] = {
         Chart("Duration of a phase", "s", {"{{phase}}": (
             f"{rate('phase_duration_seconds_sum', 'phase')} / {rate('phase_duration_seconds_count', 'phase')}"
         )}),
+        Chart("Slowest node against the others", "none", {"": of_run("straggler_slowdown_ratio")}),
         Chart("Wait for data, by node", "percentunit", {"{{node}}": (
             f'sum by (node) (rate(megaponder_phase_duration_seconds_sum{{phase="data", {RUN[1:]}[$__rate_interval])) / '
             f"sum by (node) (rate(megaponder_step_duration_seconds_sum{RUN}[$__rate_interval]))"

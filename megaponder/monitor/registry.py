@@ -104,6 +104,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("forward_backward_seconds", "time/forward_backward_seconds", "", "gauge", "s",
            "Mean time of a step's forward and backward."),
     Metric("optimizer_seconds", "time/optimizer_seconds", "", "gauge", "s", "Mean time of a step's update."),
+    Metric("straggler_slowdown", "throughput/straggler_slowdown", "straggler_slowdown_ratio", "gauge", "ratio",
+           "A step's own time on the slowest node over the median of the others."),
     Metric("evaluation_seconds", "throughput/evaluation_seconds", "", "gauge", "s", "Time of the last evaluation."),
     Metric("checkpoint_seconds", "throughput/checkpoint_seconds", "", "gauge", "s",
            "Time for which the last checkpoint stopped training."),

@@ -124,7 +124,9 @@ def run(cfg: RunConfig, groups: Groups) -> int:
                 share = monitor.throughput.costs.needed_share(depth.active_shares(row.stats))
                 row.values |= monitor.throughput.rates(step, state.tokens, share)
                 monitor.warn("gates", depth.collapse_warning(row.stats))
-                monitor.warn("stragglers", stragglers.report())
+                values, sentence = stragglers.report()
+                row.values |= values
+                monitor.warn("stragglers", sentence)
             if streams.valid is not None and _every(cfg.train.eval_every, step, total):
                 with whole_parameters(engine), monitor.pause("evaluation_seconds"):
                     valid = evaluate(cfg, engine, streams.valid, stop, lambda: heartbeat.enter("evaluate"))

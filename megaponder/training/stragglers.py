@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -40,27 +41,43 @@ class Stragglers:
         self._seconds[1] += seconds
         self._steps += 1
 
-    def report(self) -> str | None:
-        """A sentence about the slowest node, if it is slow; begins a new interval.  A collective."""
+    def report(self) -> tuple[dict[str, float], str | None]:
+        """Metrics of the row, and a sentence if the slowest node is slow; begins a new interval.  A collective."""
         mine = torch.tensor(self._seconds, dtype=torch.float64, device=self.device) / max(1, self._steps)
         self._seconds, self._steps = [0.0, 0.0], 0
         every = [torch.zeros_like(mine) for _ in self.places]
         dist.all_gather(every, mine)
-        return slowest(self.places, [t.tolist() for t in every], self.ratio)
+        found = slowest(self.places, [t.tolist() for t in every])
+        if found is None:
+            return {}, None
+        return {"straggler_slowdown": found.slowdown}, found.sentence() if found.slowdown >= self.ratio else None
 
 
-def slowest(places: list[str], seconds: list[list[float]], ratio: float) -> str | None:
-    """The sentence for (data, compute) seconds of every rank; a node is as slow as its slowest rank."""
+@dataclass(frozen=True)
+class Slowest:
+    """The node whose own time is longest; seconds a step."""
+
+    place: str
+    data: float
+    compute: float
+    slowdown: float
+    """Its own time over the median of the others."""
+
+    def sentence(self) -> str:
+        """For the log."""
+        return (
+            f"{self.place} is slow: {self.data + self.compute:.3g} s a step of its own (data {self.data:.3g}, compute "
+            f"{self.compute:.3g}), {self.slowdown:.2f} times the median of the others."
+        )
+
+
+def slowest(places: list[str], seconds: list[list[float]]) -> Slowest | None:
+    """From (data, compute) seconds of every rank; a node is as slow as its slowest rank.  None: nothing to compare."""
     by_place: dict[str, list[float]] = {}
     for place, own in zip(places, seconds, strict=True):
         by_place[place] = max(by_place.get(place, own), own, key=sum)
     times = {place: sum(own) for place, own in by_place.items()}
     worst = max(times, key=lambda place: times[place])
     others = statistics.median(time for place, time in times.items() if place != worst) if len(times) > 1 else 0.0
-    if others == 0.0 or times[worst] < ratio * others:
-        return None
     data, compute = by_place[worst]
-    return (
-        f"{worst} is slow: {times[worst]:.3g} s a step of its own (data {data:.3g}, compute {compute:.3g}), "
-        f"{times[worst] / others:.2f} times the median of the others."
-    )
+    return Slowest(worst, data, compute, times[worst] / others) if others > 0 else None

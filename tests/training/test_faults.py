@@ -186,10 +186,12 @@ def test_spikes_and_windows() -> None:
 def test_stragglers_by_node() -> None:
     places = ["a", "a", "b", "b", "c", "c"]
     even = [[0.1, 1.0]] * 6
-    assert slowest(places, even, 1.25) is None
-    assert slowest(["a"], [[9.0, 9.0]], 1.25) is None
-    found = slowest(places, [*even[:3], [2.1, 1.0], *even[4:]], 1.25)
-    assert found is not None and found.startswith("b is slow: 3.1 s a step of its own (data 2.1, compute 1)")
+    level = slowest(places, even)
+    assert level is not None and level.slowdown == 1.0
+    assert slowest(["a"], [[9.0, 9.0]]) is None
+    found = slowest(places, [*even[:3], [2.1, 1.0], *even[4:]])
+    assert found is not None and found.slowdown == pytest.approx(3.1 / 1.1)
+    assert found.sentence().startswith("b is slow: 3.1 s a step of its own (data 2.1, compute 1), 2.82 times")
 
 
 def test_the_record_is_plain_json(tmp_path: Path) -> None:
