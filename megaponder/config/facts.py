@@ -55,6 +55,8 @@ class MethodFacts:
     """The method has parameters of its own beside the backbone's."""
     pause_token_id: int | None = None
     """A row of the embedding table that the method needs beside the text's tokens."""
+    topk: int = 0
+    """Most probable tokens that its mixtures keep; 0: all."""
 
 
 PLANS_SEEN = 64
@@ -75,6 +77,7 @@ def facts_of(method: MethodLike, seed: int = 0) -> MethodFacts:
         varying_passes=len(counts) > 1,
         has_parameters=_has_parameters(method),
         pause_token_id=getattr(method.options, "pause_token_id", None),
+        topk=getattr(method.options, "topk", 0),
     )
 
 

@@ -74,7 +74,7 @@ def metrics(means: Mapping[str, float], loss: float) -> dict[str, float]:
     depth = means["depth"]
     var_depth, var_nll = means["depth_sq"] - depth**2, means["nll_sq"] - loss**2
     spread = math.sqrt(max(var_depth, 0.0) * max(var_nll, 0.0))
-    active = [sum(at[k:]) for k in range(len(at))]
+    active = [min(1.0, sum(at[k:])) for k in range(len(at))]  # the shares at each depth were rounded one by one
     out |= {
         "mean_depth": depth,
         "depth_nll_correlation": (means["depth_nll"] - depth * loss) / spread if spread > 1e-9 else 0.0,

@@ -38,6 +38,14 @@ def pause_token_is_a_row(c: Case) -> None:
         require(token < vocab, "ponder.options.pause_token_id", token, rule, fix)
 
 
+def topk_is_within_the_vocabulary(c: Case) -> None:
+    """A mixture keeps at most every token."""
+    topk, vocab = c.facts.topk, c.cfg.model.vocab_size
+    if vocab is not None:
+        rule = f"it must be at most model.vocab_size = {vocab}"
+        require(topk <= vocab, "ponder.options.topk", topk, rule, "use 0 for the whole vocabulary")
+
+
 def split_is_three_parts(c: Case) -> None:
     """Training, validation, test."""
     text, fix = c.cfg.data.split, "for example 969,30,1"
@@ -104,6 +112,7 @@ RULES: tuple[Rule, ...] = (
     sequence_fits,
     eod_is_a_token,
     pause_token_is_a_row,
+    topk_is_within_the_vocabulary,
     split_is_three_parts,
     blends_are_well_formed,
     datasets_exist,
