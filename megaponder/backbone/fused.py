@@ -6,8 +6,7 @@ its inputs once and writes its output once.  Every chain is a plain function of 
 Where a chain's own derivative would be several kernels, or more arithmetic than its closed form, it is an
 autograd.Function of two fused functions.
 
-Shapes: s rows, b micro-batch, h heads, g key/value heads, d head size, r rotated channels of d, F feed-forward width,
-        c places for rows that are gathered.
+Shapes: s rows, b micro-batch, h heads, g key/value heads, d head size, r rotated channels of d, F feed-forward width.
 """
 
 from __future__ import annotations
@@ -99,17 +98,20 @@ class _GeluBF16(torch.autograd.Function):
         return out
 
 
+def gelu_bf16(x: Tensor, bias: Tensor) -> Tensor:
+    """GELU of x + bias [s, b, F] within 7e-7 and the rounding of BF16."""
+    out: Tensor = _GeluBF16.apply(x, bias)
+    return out
+
+
 @fused
 def _gelu_exact(x: Tensor, bias: Tensor) -> Tensor:
     return F.gelu(x + bias)
 
 
 def gelu(x: Tensor, bias: Tensor) -> Tensor:
-    """Exact (erf) GELU of x + bias [s, b, F]; in BF16 within 7e-7 and rounding."""
-    if x.dtype == torch.bfloat16:
-        out: Tensor = _GeluBF16.apply(x, bias)
-        return out
-    return _gelu_exact(x, bias)
+    """Exact (erf) GELU of x + bias [s, b, F], on GPUs in BF16 by `gelu_bf16`."""
+    return gelu_bf16(x, bias) if x.is_cuda and x.dtype == torch.bfloat16 else _gelu_exact(x, bias)
 
 
 @fused
@@ -215,110 +217,3 @@ def split(qkv: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]
     each = heads // groups
     x = qkv.unflatten(-1, (groups, each + 2, -1))
     return x[..., :each, :].flatten(2, 3), x[..., each, :], x[..., each + 1, :]
-
-
-# --- rows of active tokens --------------------------------------------------------------------------------------------
-def _like(index: Tensor, x: Tensor) -> Tensor:
-    """[s, b] in the shape that broadcasts over x [s, b, ...]."""
-    return index.reshape(*index.shape, *([1] * (x.dim() - 2)))
-
-
-def _pick(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of x [s, b, ...] by index [c, b]."""
-    return x.gather(0, _like(index, x).expand(*index.shape, *x.shape[2:]))
-
-
-@fused
-def only(active: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """`new` at active tokens, `old` elsewhere; active [s, b], new and old [s, b, ...]."""
-    return torch.where(_like(active, new), new, old)
-
-
-@fused
-def _take_forward(x: Tensor, index: Tensor) -> Tensor:
-    return _pick(x, index)
-
-
-@fused
-def _take_backward(grad: Tensor, inverse: Tensor) -> Tensor:
-    c = grad.shape[0]
-    return torch.where(_like(inverse < c, grad), _pick(grad, inverse.clamp(max=c - 1)), 0)
-
-
-class _Take(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        out: Tensor = _take_forward(x, index)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _take_backward(grad.contiguous(), *ctx.saved_tensors), None, None
-
-
-def take_rows(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-    """Rows `index` [c, b] of x [s, b, ...]; no row twice.
-
-    `inverse` [s, b]: the place of each row, c where it has none.  So the gradient is read row by row instead of added
-    up in any order, as that of a general gather must be.
-    """
-    out: Tensor = _Take.apply(x, index, inverse)
-    return out
-
-
-@fused
-def _put_forward(new: Tensor, old: Tensor, inverse: Tensor, active: Tensor) -> Tensor:
-    return torch.where(_like(active, new), _pick(new, inverse.clamp(max=new.shape[0] - 1)), old)
-
-
-@fused
-def _put_backward(grad: Tensor, index: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-    wide = _like(active, grad)
-    return _pick(torch.where(wide, grad, 0), index), torch.where(wide, 0, grad)
-
-
-class _Put(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, new: Tensor, old: Tensor, index: Tensor, inverse: Tensor, active: Tensor) -> Tensor:
-        ctx.save_for_backward(index, active)
-        out: Tensor = _put_forward(new, old, inverse, active)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *_put_backward(grad.contiguous(), *ctx.saved_tensors), None, None, None
-
-
-def put_rows(new: Tensor, old: Tensor, index: Tensor, inverse: Tensor, active: Tensor) -> Tensor:
-    """`old` [s, b, ...] with rows of `new` [c, b, ...] where `active` [s, b]; `index`, `inverse`: see `take_rows`."""
-    out: Tensor = _Put.apply(new, old, index, inverse, active)
-    return out
-
-
-@fused
-def _alone_forward(new: Tensor, inverse: Tensor, active: Tensor) -> Tensor:
-    return torch.where(_like(active, new), _pick(new, inverse.clamp(max=new.shape[0] - 1)), 0)
-
-
-@fused
-def _alone_backward(grad: Tensor, index: Tensor, active: Tensor) -> Tensor:
-    return _pick(torch.where(_like(active, grad), grad, 0), index)
-
-
-class _Alone(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, new: Tensor, index: Tensor, inverse: Tensor, active: Tensor) -> Tensor:
-        ctx.save_for_backward(index, active)
-        out: Tensor = _alone_forward(new, inverse, active)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _alone_backward(grad.contiguous(), *ctx.saved_tensors), None, None, None
-
-
-def rows_alone(new: Tensor, index: Tensor, inverse: Tensor, active: Tensor) -> Tensor:
-    """`put_rows` among rows of zeros."""
-    out: Tensor = _Alone.apply(new, index, inverse, active)
-    return out

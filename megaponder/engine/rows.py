@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaponder.backbone.fused import only, put_rows, rows_alone, take_rows
+from megaponder.engine.row_kernels import only, put_rows, rows_alone, take_rows
 
 SIZES = 16
 """Sizes that a gathered pass may have: few shapes for kernels and captured graphs."""

@@ -13,8 +13,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
-from megaponder.backbone.fused import only
 from megaponder.engine.mixture import vocabulary_mixture
+from megaponder.engine.row_kernels import only
 
 if TYPE_CHECKING:
     from megaponder.data.batch import MicroBatch

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaponder.backbone import fused
+from megaponder.engine import row_kernels
 from megaponder.engine.rows import Rows
 from tests.tolerance import ATOL, RTOL
 
@@ -46,13 +47,13 @@ def _cases() -> dict[str, Case]:
         "rope": (fused.split_rotated, (_leaf(S, B, 8 * 8),), (_turn(8), 4, 2)),
         "rope of a part": (fused.split_rotated, (_leaf(S, B, 6 * 8),), (_turn(4), 2, 2)),
         "only": (
-            lambda new, old, active: fused.only(active, new, old),
+            lambda new, old, active: row_kernels.only(active, new, old),
             (all_, _leaf(S, B, 2, 4, seed=2)),
             (rows.active,),
         ),
-        "take_rows": (fused.take_rows, (all_,), index),
-        "put_rows": (fused.put_rows, (few, all_), (*index, rows.active)),
-        "rows_alone": (fused.rows_alone, (few,), (*index, rows.active)),
+        "take_rows": (row_kernels.take_rows, (all_,), index),
+        "put_rows": (row_kernels.put_rows, (few, all_), (*index, rows.active)),
+        "rows_alone": (row_kernels.rows_alone, (few,), (*index, rows.active)),
     }
 
 
@@ -93,7 +94,7 @@ def test_bf16_gelu_is_as_good_as_a_library_s() -> None:
     """Every BF16 value below 1e4: GELU and its derivative within rounding of the exact ones."""
     x = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     x = x[x.isfinite() & (x.abs() < 1e4)][:, None].requires_grad_()
-    out = fused.gelu(x, torch.zeros(1, dtype=x.dtype))
+    out = fused.gelu_bf16(x, torch.zeros(1, dtype=x.dtype))
     (grad,) = torch.autograd.grad(out.sum(), x)
     wide = x.detach().double().requires_grad_()
     exact = F.gelu(wide)

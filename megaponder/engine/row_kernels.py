@@ -1,0 +1,119 @@
+"""Moving rows of active tokens, and choosing between two rows, as one kernel each way.
+
+No row is taken twice, so a gradient is read row by row through the inverse index; a general gather's backward would
+have to add rows up, in any order.
+
+Shapes: s tokens of this rank, c places for active ones, b micro-batch.  `index` [c, b]: the token at each place;
+        `inverse` [s, b]: the place of each token, c where it has none; `active` [s, b].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaponder.backbone.fused import fused
+
+
+def _like(index: Tensor, x: Tensor) -> Tensor:
+    """[s, b] in the shape that broadcasts over x [s, b, ...]."""
+    return index.reshape(*index.shape, *([1] * (x.dim() - 2)))
+
+
+def _pick(x: Tensor, index: Tensor) -> Tensor:
+    """Rows of x [s, b, ...] by index [c, b]."""
+    return x.gather(0, _like(index, x).expand(*index.shape, *x.shape[2:]))
+
+
+@fused
+def only(active: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """`new` at active tokens, `old` elsewhere; active [s, b], new and old [s, b, ...]."""
+    return torch.where(_like(active, new), new, old)
+
+
+@fused
+def _take_forward(x: Tensor, index: Tensor) -> Tensor:
+    return _pick(x, index)
+
+
+@fused
+def _take_backward(grad: Tensor, inverse: Tensor) -> Tensor:
+    c = grad.shape[0]
+    return torch.where(_like(inverse < c, grad), _pick(grad, inverse.clamp(max=c - 1)), 0)
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        out: Tensor = _take_forward(x, index)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _take_backward(grad.contiguous(), *ctx.saved_tensors), None, None
+
+
+def take_rows(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    """The rows of x [s, b, ...] at the places: [c, b, ...]."""
+    out: Tensor = _Take.apply(x, index, inverse)
+    return out
+
+
+@fused
+def _put_forward(new: Tensor, old: Tensor, inverse: Tensor, active: Tensor) -> Tensor:
+    return torch.where(_like(active, new), _pick(new, inverse.clamp(max=new.shape[0] - 1)), old)
+
+
+@fused
+def _put_backward(grad: Tensor, index: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+    wide = _like(active, grad)
+    return _pick(torch.where(wide, grad, 0), index), torch.where(wide, 0, grad)
+
+
+class _Put(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, new: Tensor, old: Tensor, index: Tensor, inverse: Tensor, active: Tensor) -> Tensor:
+        ctx.save_for_backward(index, active)
+        out: Tensor = _put_forward(new, old, inverse, active)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *_put_backward(grad.contiguous(), *ctx.saved_tensors), None, None, None
+
+
+def put_rows(new: Tensor, old: Tensor, index: Tensor, inverse: Tensor, active: Tensor) -> Tensor:
+    """`old` [s, b, ...] with the rows of `new` [c, b, ...] where active."""
+    out: Tensor = _Put.apply(new, old, index, inverse, active)
+    return out
+
+
+@fused
+def _alone_forward(new: Tensor, inverse: Tensor, active: Tensor) -> Tensor:
+    return torch.where(_like(active, new), _pick(new, inverse.clamp(max=new.shape[0] - 1)), 0)
+
+
+@fused
+def _alone_backward(grad: Tensor, index: Tensor, active: Tensor) -> Tensor:
+    return _pick(torch.where(_like(active, grad), grad, 0), index)
+
+
+class _Alone(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, new: Tensor, index: Tensor, inverse: Tensor, active: Tensor) -> Tensor:
+        ctx.save_for_backward(index, active)
+        out: Tensor = _alone_forward(new, inverse, active)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _alone_backward(grad.contiguous(), *ctx.saved_tensors), None, None, None
+
+
+def rows_alone(new: Tensor, index: Tensor, inverse: Tensor, active: Tensor) -> Tensor:
+    """`put_rows` among rows of zeros."""
+    out: Tensor = _Alone.apply(new, index, inverse, active)
+    return out
