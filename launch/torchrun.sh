@@ -3,6 +3,11 @@
 #
 #   launch/torchrun.sh configs/pythia-410m-ponderlm.yaml --run runs/first --data.train data/pile
 #
+# LAUNCHER names another launcher with options of its own, for example NVIDIA's, which kills a rank that is silent for ten
+# minutes and starts all ranks again, without a new job (pip install 'megaponder[resilience]'):
+#
+#   LAUNCHER="ft_launcher --max-restarts 3 --ft-rank-heartbeat-timeout 600" launch/torchrun.sh ...
+#
 # Environment: NPROC (processes on this node; default: its GPUs, else 1); for several nodes NNODES, NODE_RANK and
 # MASTER_ADDR, the host of node rank 0 (MASTER_PORT defaults to 29500).
 #
@@ -49,10 +54,12 @@ own=$(mktemp -d)
 trap 'rm -rf "$own"' EXIT
 export MEGAPONDER_EXIT_FILE=${MEGAPONDER_EXIT_FILE:-$own/exit} MEGAPONDER_REQUEUE_FILE=${MEGAPONDER_REQUEUE_FILE:-$own/requeue}
 
+read -r -a launcher <<<"${LAUNCHER:-torchrun}"
+
 # Without the --, torchrun under Python 3.11 and older takes our --run for an abbreviation of an option of its own.
 (
   trap '' USR1 USR2 # Slurm may send them to every process of a step
-  exec torchrun "${rendezvous[@]}" --nproc-per-node "$nproc_per_node" -m -- megaponder train "$@"
+  exec "${launcher[@]}" "${rendezvous[@]}" --nproc-per-node "$nproc_per_node" -m -- megaponder train "$@"
 ) &
 child=$!
 trap 'kill -TERM "$child"' TERM

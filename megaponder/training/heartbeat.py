@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from megaponder.errors import LOST, LostRank
 from megaponder.training import record
+from megaponder.training.rank_monitor import RankMonitor
 from megaponder.training.ranks import on_first_rank
 
 PHASES = ("start", "data", "agree", "forward_backward", "optimizer", "evaluate", "save")
@@ -47,12 +48,14 @@ class Heartbeat:
         self.limit, self.deadline, self.beat = limit, deadline, min(30.0, limit / (2 * MISSED))
         self._now: tuple[int, str, float] = (0, "start", time.monotonic())
         self._reported: tuple[int, str, float] | None = None
+        self._monitor = RankMonitor()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """This rank moves on to a phase, of the same step unless another is given."""
         self._now = (self._now[0] if step is None else step, phase, time.monotonic())
+        self._monitor.alive()
 
     def __enter__(self) -> Heartbeat:
         on_first_rank(lambda: shutil.rmtree(self.folder, ignore_errors=True))  # of an earlier start
@@ -64,6 +67,7 @@ class Heartbeat:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Turns the error of a lost connection into a sentence."""
+        self._monitor.close()
         self._end.set()
         self._thread.join()
         if error is not None and _is_lost_connection(error):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import pty
 import shutil
 import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -52,6 +55,28 @@ def test_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "400 of 400 (100%)" in out and "finished" in out and "loss: validation" in out and "█" in out
     assert main(["watch", str(write(tmp_path / "s", 20)), "--once"]) == 0
     assert "last row" in capsys.readouterr().out
+
+
+def test_a_terminal_is_renewed_until_the_run_has_ended(tmp_path: Path) -> None:
+    run = write(tmp_path / "r", 100)
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "megaponder", "watch", str(run), "--every", "0.1"]
+    env = os.environ | {"TERM": "xterm", "COLUMNS": "110", "LINES": "40"}
+    watching = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env)
+    os.close(theirs)
+    seen = ""
+    try:
+        while "100 of 400" not in seen:
+            seen += os.read(ours, 65536).decode(errors="replace")
+        assert watching.poll() is None
+        (run / "metrics.jsonl").write_text((write(tmp_path / "s", 400) / "metrics.jsonl").read_text())
+        while "400 of 400" not in seen:
+            seen += os.read(ours, 65536).decode(errors="replace")
+        assert watching.wait(60) == 0
+    finally:
+        watching.kill()
+        os.close(ours)
+    assert "finished" in seen and "Traceback" not in seen
 
 
 def test_blocks() -> None:

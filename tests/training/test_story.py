@@ -18,6 +18,7 @@ from tests.distributed import Workers
 from tests.training.conftest import Base
 from tests.training.test_resume import assert_overlays
 
+SECRET = "kept-in-the-environment-7d1f"
 PATIENCE = {"hang": 600.0, "deadline": 1200.0}
 
 
@@ -38,7 +39,8 @@ def unfinished(root: Path) -> list[Path]:
     return sorted(root.glob(".step_*.tmp"))
 
 
-def test_the_whole_story(base: Base, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_story(base: Base, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", SECRET)
     run = base.root / "story"
     root = run / "checkpoints"
 
@@ -67,3 +69,6 @@ def test_the_whole_story(base: Base, capsys: pytest.CaptureFixture[str]) -> None
     assert_overlays(base, "story")
     assert main(["watch", str(run), "--once"]) == 0
     assert "finished" in capsys.readouterr().out
+
+    assert not any(SECRET in workers.output() for workers in (first, second, third))
+    assert not [p for p in run.rglob("*") if p.is_file() and SECRET.encode() in p.read_bytes()]
