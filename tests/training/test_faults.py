@@ -133,8 +133,10 @@ def test_a_skipped_step_changes_no_bit_on_any_rank(two: Any, layout: str) -> Non
         assert results[f"changed-{layout}-4"], "the next step is taken"
 
 
-def test_a_slow_rank_is_reported(two: Any) -> None:
+def test_a_slow_rank_is_reported(two: Any, base: Base) -> None:
     assert "warning: rank 1 is slow: " in two[1] and "times the median of the others" in two[1]
+    rows = read(base.root / "two" / "slow" / "metrics.jsonl")
+    assert rows and all(row["straggler_slowdown"] > 1.25 for row in rows)
 
 
 def test_the_rank_that_the_others_wait_for_is_named(base: Base, two: Any) -> None:
