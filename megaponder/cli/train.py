@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     from megaponder.training import exit_code
 
     with exit_code.noted():
-        launcher.adopt()
+        exit_code.forget_earlier_attempts(launcher.adopt().rank)
         cfg = load(args.config, args.overrides)
         if args.profile and not cfg.logging.profile_steps:
             cfg.logging.profile_steps = [4, 5]

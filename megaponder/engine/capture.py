@@ -153,7 +153,7 @@ class Captures:
         leaves, structure = _pytree.tree_flatten(tree)
         inputs = [t for t in leaves if t is not None]
         shapes = self._number(p, repr(structure), *(None if t is None else _shape(t) for t in leaves))
-        where = self._number(*(_place(t) if _place(t) in self._owned else None for t in inputs))
+        where = self._number(*(at if (at := _place(t)) in self._owned else None for t in inputs))
         # the host waits here for the pass before: what can be done earlier is done
         places = places_for(most, rows)
         if self.failure or (shapes, places) not in self._seen:

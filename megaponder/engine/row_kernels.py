@@ -63,57 +63,31 @@ def take_rows(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
 
 
 @fused
-def _put_forward(new: Tensor, old: Tensor, inverse: Tensor, active: Tensor) -> Tensor:
-    return torch.where(_like(active, new), _pick(new, inverse.clamp(max=new.shape[0] - 1)), old)
+def _put_forward(new: Tensor, old: Tensor | None, inverse: Tensor, active: Tensor) -> Tensor:
+    return torch.where(_like(active, new), _pick(new, inverse.clamp(max=new.shape[0] - 1)), 0 if old is None else old)
 
 
 @fused
-def _put_backward(grad: Tensor, index: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+def _put_backward(grad: Tensor, index: Tensor, active: Tensor, old: bool) -> tuple[Tensor, Tensor | None]:
     wide = _like(active, grad)
-    return _pick(torch.where(wide, grad, 0), index), torch.where(wide, 0, grad)
+    return _pick(torch.where(wide, grad, 0), index), torch.where(wide, 0, grad) if old else None
 
 
 class _Put(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, new: Tensor, old: Tensor, index: Tensor, inverse: Tensor, active: Tensor) -> Tensor:
+    def forward(ctx: Any, new: Tensor, old: Tensor | None, index: Tensor, inverse: Tensor, active: Tensor) -> Tensor:
         ctx.save_for_backward(index, active)
+        ctx.old = old is not None
         out: Tensor = _put_forward(new, old, inverse, active)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *_put_backward(grad.contiguous(), *ctx.saved_tensors), None, None, None
+        index, active = ctx.saved_tensors
+        return *_put_backward(grad.contiguous(), index, active, ctx.old), None, None, None
 
 
-def put_rows(new: Tensor, old: Tensor, index: Tensor, inverse: Tensor, active: Tensor) -> Tensor:
-    """`old` [s, b, ...] with the rows of `new` [c, b, ...] where active."""
+def put_rows(new: Tensor, old: Tensor | None, index: Tensor, inverse: Tensor, active: Tensor) -> Tensor:
+    """`old` [s, b, ...] (None: zeros) with the rows of `new` [c, b, ...] where active."""
     out: Tensor = _Put.apply(new, old, index, inverse, active)
-    return out
-
-
-@fused
-def _alone_forward(new: Tensor, inverse: Tensor, active: Tensor) -> Tensor:
-    return torch.where(_like(active, new), _pick(new, inverse.clamp(max=new.shape[0] - 1)), 0)
-
-
-@fused
-def _alone_backward(grad: Tensor, index: Tensor, active: Tensor) -> Tensor:
-    return _pick(torch.where(_like(active, grad), grad, 0), index)
-
-
-class _Alone(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, new: Tensor, index: Tensor, inverse: Tensor, active: Tensor) -> Tensor:
-        ctx.save_for_backward(index, active)
-        out: Tensor = _alone_forward(new, inverse, active)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _alone_backward(grad.contiguous(), *ctx.saved_tensors), None, None, None
-
-
-def rows_alone(new: Tensor, index: Tensor, inverse: Tensor, active: Tensor) -> Tensor:
-    """`put_rows` among rows of zeros."""
-    out: Tensor = _Alone.apply(new, index, inverse, active)
     return out

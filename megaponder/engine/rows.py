@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaponder.engine.row_kernels import only, put_rows, rows_alone, take_rows
+from megaponder.engine.row_kernels import only, put_rows, take_rows
 
 SIZES = 16
 """Sizes that a gathered pass may have: few shapes for kernels and captured graphs."""
@@ -66,7 +66,7 @@ class Rows:
 
     def alone(self, new: Tensor) -> Tensor:
         """The active tokens' rows from `new` [c, b, ...] among rows of zeros: [s, b, ...]."""
-        return rows_alone(new, self.index, self._inverse, self.active)
+        return put_rows(new, None, self.index, self._inverse, self.active)
 
     def whole(self) -> Rows:
         """The places of all ranks of the group, as places in the whole sequence."""

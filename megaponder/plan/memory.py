@@ -67,7 +67,6 @@ def layer_activations(cfg: RunConfig, rows: int, te: bool = False) -> float:
     """
     model, e, tp = cfg.model, element_bytes(cfg), cfg.parallel.tensor
     assert model.hidden_size and model.num_heads and model.ffn_size
-    shards = tp if cfg.parallel.sequence else 1
     gated = 3 if te else 4  # SwiGLU keeps its two inputs and its output, and without a kernel of its own silu(gate)
     split = _attention_elements(model) + (gated if model.family == "llama" else 2) * model.ffn_size
     log_sums = 4 * model.num_heads  # FP32, of the fused attention
@@ -75,7 +74,12 @@ def layer_activations(cfg: RunConfig, rows: int, te: bool = False) -> float:
     if cfg.precision.fp8 != "none":  # what a linear layer reads is kept in FP8; attention's output in both formats
         norms -= 2 * model.hidden_size * (e - 1)
         inner -= model.ffn_size * (e - 1) - model.hidden_size
-    return rows * (norms / shards + inner / tp)
+    return rows * (norms / _sequence_shards(cfg) + inner / tp)
+
+
+def _sequence_shards(cfg: RunConfig) -> int:
+    """Ranks among which the rows outside of attention and MLP are split."""
+    return cfg.parallel.tensor if cfg.parallel.sequence else 1
 
 
 def _norm_bytes(cfg: RunConfig, te: bool) -> float:
@@ -140,16 +144,14 @@ def rank_memory(
 
 def layer_input(cfg: RunConfig, rows: int) -> float:
     """Bytes that a recomputed layer keeps: the hidden states of its rows on one rank."""
-    return (
-        rows * (cfg.model.hidden_size or 0) * element_bytes(cfg) / (cfg.parallel.tensor if cfg.parallel.sequence else 1)
-    )
+    return rows * (cfg.model.hidden_size or 0) * element_bytes(cfg) / _sequence_shards(cfg)
 
 
 def _pass_activations(cfg: RunConfig, rows: int, layers: int, recomputed: int, te: bool, final: bool) -> float:
     """One pass of one micro-batch through a stage: its layers, which keep what came in, and the final norm."""
     whole = (layers - recomputed) * layer_activations(cfg, rows, te) + recomputed * layer_input(cfg, rows)
     if final:
-        whole += rows * _norm_bytes(cfg, te) / 2 / (cfg.parallel.tensor if cfg.parallel.sequence else 1)
+        whole += rows * _norm_bytes(cfg, te) / 2 / _sequence_shards(cfg)
     return whole
 
 

@@ -34,17 +34,16 @@ def note(code: int) -> None:
             file.write(f"{code}\n")
 
 
-def forget_earlier_attempts() -> None:
+def forget_earlier_attempts(rank: int) -> None:
     """After an elastic launcher's restart the codes of the attempt before mean nothing; rank 0 removes them."""
     path = os.environ.get("MEGAPONDER_EXIT_FILE")
-    if path and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and os.environ.get("RANK", "0") == "0":
+    if path and rank == 0 and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
         Path(path).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def noted() -> Iterator[None]:
     """Notes the exit code of whatever ends the block early."""
-    forget_earlier_attempts()
     try:
         yield
     except UserError as error:

@@ -53,7 +53,7 @@ def _cases() -> dict[str, Case]:
         ),
         "take_rows": (row_kernels.take_rows, (all_,), index),
         "put_rows": (row_kernels.put_rows, (few, all_), (*index, rows.active)),
-        "rows_alone": (row_kernels.rows_alone, (few,), (*index, rows.active)),
+        "put_rows among zeros": (row_kernels.put_rows, (few,), (None, *index, rows.active)),
     }
 
 
