@@ -86,8 +86,9 @@ class _Replay(torch.autograd.Function):
             elif static.data_ptr() != given.data_ptr():
                 static.copy_(given)
         graphs.backward.replay()
-        ctx.done()
-        return (None, None, None, *(None if g is None else g.detach() for g in graphs.grads_in))
+        # where the slot becomes free, a later micro-batch may write there before a message with these has left
+        own = Tensor.clone if ctx.done() else Tensor.detach
+        return (None, None, None, *(None if g is None else own(g) for g in graphs.grads_in))
 
 
 @dataclass
@@ -173,9 +174,10 @@ class Captures:
         graphs = self._graphs[key]
         first = p.index == 0
 
-        def done() -> None:
+        def done() -> bool:
             if first:  # the last backward of this micro-batch on this stage
                 self._slots.give(microbatch)
+            return first
 
         outputs = _Replay.apply(graphs, done, self._anchor, *inputs)
         return _from_tree(_pytree.tree_unflatten(list(outputs), graphs.structure), state)

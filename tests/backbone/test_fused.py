@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -76,11 +77,7 @@ def _run(name: str, device: str, dtype: torch.dtype) -> list[Tensor]:
     return [x.detach().double().cpu() for x in (*outs, *grads)]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", CASES)
-def test_gpu_kernels(name: str, dtype: torch.dtype) -> None:
+def _check_on_gpu(name: str, dtype: torch.dtype) -> None:
     """FP32 within the suite's tolerance; BF16 within two roundings of the largest value."""
     got, expected = _run(name, "cuda", dtype), _run(name, "cpu", torch.float64)
     for x, y in zip(got, expected, strict=True):
@@ -88,6 +85,24 @@ def test_gpu_kernels(name: str, dtype: torch.dtype) -> None:
             torch.testing.assert_close(x, y, rtol=RTOL, atol=ATOL)
         else:
             assert (x - y).abs().max() <= 2**-6 * y.abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_gpu_kernels(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformer_engine_torch", None)
+    _check_on_gpu(name, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_swiglu_with_transformer_engine(dtype: torch.dtype) -> None:
+    pytest.importorskip("transformer_engine.pytorch")
+    assert sys.modules["transformer_engine_torch"]
+    _check_on_gpu("swiglu", dtype)
 
 
 def test_bf16_gelu_is_as_good_as_a_library_s() -> None:

@@ -25,6 +25,16 @@ CASES: dict[str, dict[str, Any]] = {
     "adaptive_cot": {"family": "llama", "method": "adaptive_cot"},
     "ponderlm-recompute": {"family": "pythia", "method": "ponderlm", "options": {"steps": 2}, "recompute": True},
 }  # fmt: skip
+SPREAD: dict[str, dict[str, Any]] = {
+    "vanilla-pp2": CASES["vanilla"] | {"pipeline": 2, "micro_batches": 4},
+    "ponderlm-pp2": CASES["ponderlm"] | {"pipeline": 2, "micro_batches": 5},
+    "ponderlm2-drawn-pp2": CASES["ponderlm2-drawn"] | {"pipeline": 2, "micro_batches": 3},
+    "adaponderlm-gathered-pp2": CASES["adaponderlm-gathered"] | {"pipeline": 2, "micro_batches": 4},
+    "loop-pp2-recompute": CASES["loop"] | {"pipeline": 2, "micro_batches": 4, "recompute": True},
+    "adaptive_cot-dp2": CASES["adaptive_cot"] | {"data": 2},
+    "ponderlm-dp2-pp2": CASES["ponderlm"] | {"data": 2, "pipeline": 2, "micro_batches": 4},
+}
+"""Over several ranks: on GPUs of their own over NCCL, or sharing one (`one_card.py`)."""
 PRECISIONS = {"fp32": 2e-5, "bf16": 3e-3, "delayed": 1e-2, "current": 1e-2, "blockwise": 1e-2}
 """Largest relative error of all gradients; atomic additions make two eager runs differ too."""
 
@@ -42,13 +52,23 @@ def test_captured_is_eager_in_fp8(name: str, precision: str) -> None:
     _compare(CASES[name], precision)
 
 
+@pytest.mark.parametrize("name", SPREAD)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "delayed"])
+def test_captured_is_eager_over_ranks(name: str, precision: str) -> None:
+    if precision != "fp32":
+        pytest.importorskip("transformer_engine")
+    _compare(SPREAD[name], precision)
+
+
 def _compare(case: dict[str, Any], precision: str) -> None:
-    got = run_workers("tests.gpu.workers:compare_capture", 1, args={"case": case, "precision": precision})[0]
-    print(got)
-    assert got["graphs"] > 0
-    assert max(got["gradient_errors"]) < PRECISIONS[precision]
-    assert max(got["loss_errors"]) < PRECISIONS[precision]
-    assert len(set(got["losses"])) == len(got["losses"])  # weights and data change, and replays see it
+    world = case.get("pipeline", 1) * case.get("data", 1)
+    ranks = run_workers("tests.gpu.workers:compare_capture", world, args={"case": case, "precision": precision})
+    for got in ranks:
+        print(got)
+        assert got["graphs"] > 0
+        assert max(got["gradient_errors"]) < PRECISIONS[precision]
+        assert max(got["loss_errors"]) < PRECISIONS[precision]
+        assert len(set(got["losses"])) == len(got["losses"])  # weights and data change, and replays see it
 
 
 def test_what_cannot_be_captured_runs_as_it_is() -> None:

@@ -1,4 +1,4 @@
-"""Halting masks over NCCL: equal bit for bit on all ranks, in BF16 too."""
+"""Halting masks on GPUs: equal bit for bit on all ranks, in BF16 too."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ from tests.net.test_masks import (  # noqa: F401
     test_every_layout_halts_the_same_tokens,
 )
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -1,4 +1,7 @@
-"""The layout matrix over NCCL: the same cases, layouts and tolerance as on the CPU, on as many GPUs as there are."""
+"""The layout matrix on GPUs: the same cases, layouts and tolerance as on the CPU.
+
+Over NCCL up to the number of GPUs; ranks of larger layouts share one GPU (`one_card.py`).
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import ModelConfig, RunConfig
+from tests.gpu import one_card
 
 
 def config(family: str, method: str, options: dict[str, Any], implementation: str, dtype: str) -> RunConfig:
@@ -110,6 +111,8 @@ def _case(case: dict[str, Any], precision: str) -> RunConfig:
     cfg.precision.fp8 = precision if fp8 else "none"  # type: ignore[assignment]
     cfg.ponder.skip_halted = case.get("skip", False)
     cfg.parallel.recompute = "layer" if case.get("recompute") else "none"
+    cfg.parallel.pipeline = case.get("pipeline", 1)
+    cfg.train.global_batch *= case.get("data", 1)
     return cfg
 
 
@@ -117,6 +120,7 @@ def compare_capture(case: dict[str, Any], precision: str) -> dict[str, Any]:
     """Six steps of gradient descent, eager and captured, each step from the eager run's weights."""
     import torch
 
+    one_card.share()
     out: dict[str, Any] = {"gradient_errors": [], "loss_errors": [], "losses": []}
     engines = []
     for graphs in (False, True):
@@ -133,8 +137,9 @@ def compare_capture(case: dict[str, Any], precision: str) -> dict[str, Any]:
 
         captured.stage.run_pass = waits
     for step in range(6):
-        a = eager.forward_backward(_batches(step), step, train=True)
-        b = captured.forward_backward(_batches(step), step, train=True)
+        batches = _batches(step + 100 * eager.groups.dp_rank, case.get("micro_batches", 2))
+        a = eager.forward_backward(batches, step, train=True)
+        b = captured.forward_backward(batches, step, train=True)
         ours, theirs = _gradient(captured), _gradient(eager)
         out["gradient_errors"].append(float((ours - theirs).norm() / theirs.norm()))
         out["loss_errors"].append(abs(a.loss - b.loss) / a.loss)

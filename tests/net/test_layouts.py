@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests.distributed import run_workers
 from tests.net.cases import CASES, LAYOUTS, cases_of
@@ -20,8 +19,7 @@ REFERENCE = "one-batch1"
 def results() -> dict[str, dict[str, list[dict[str, Any]]]]:
     """layout -> case -> one result a rank; one launch for each world size."""
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 4  # gloo's ranks share the CPU
-    for world in sorted({layout.world for layout in LAYOUTS.values() if layout.world <= devices}):
+    for world in sorted({layout.world for layout in LAYOUTS.values()}):
         names = [n for n, layout in LAYOUTS.items() if layout.world == world]
         ranks = run_workers("tests.net.workers:run_layouts", world, args={"layouts": names}, timeout=1800)
         for name in names:
@@ -38,8 +36,6 @@ MATRIX = [(case, name) for name, layout in LAYOUTS.items() if name != REFERENCE 
 
 @pytest.mark.parametrize(("case", "layout"), MATRIX)
 def test_layout_changes_nothing(results: Any, case: str, layout: str) -> None:
-    if layout not in results:
-        pytest.skip(f"{LAYOUTS[layout].world} GPUs needed")
     gated = CASES[case].family == "llama"
     reference = results[REFERENCE][case][0]
     expected = assemble([reference], gated)

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from tests.distributed import run_workers
+from tests.gpu import one_card
 from tests.net.cases import CASES, LAYOUTS, run_config
 
 HALTING = ["adaponderlm-llama-gqa", "adaptive-cot-llama-gqa", "ponderlm3-llama-gqa", "adaptive-cot-skip-gqa"]
 SHAPES = ["one-batch1", "tp2-pp2", "tp2-sp-pp2-recompute"]
-if torch.cuda.is_available() and torch.cuda.device_count() < 4:
-    SHAPES = ["one-batch1"] + ["tp2", "tp2-sp", "pp2"] * (torch.cuda.device_count() > 1)
 
 
 def riders(layout: str, dtype: str) -> dict[str, dict[int, np.ndarray]]:
@@ -56,6 +55,7 @@ def riders(layout: str, dtype: str) -> dict[str, dict[int, np.ndarray]]:
 
 def all_riders(layout: str, dtypes: list[str]) -> dict[str, Any]:
     """In a worker: `riders` in each precision."""
+    one_card.share()
     return {dtype: riders(layout, dtype) for dtype in dtypes}
 
 

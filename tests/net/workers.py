@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.gpu import one_card
 from tests.net.cases import CASES, LAYOUTS, LENGTH, SEQUENCES, VOCAB, WHOLE, Layout, cases_of, disturb, run_config
 
 
@@ -89,6 +90,7 @@ def run_layout(layout: str, cases: list[str]) -> dict[str, Any]:
 
 def run_layouts(layouts: list[str]) -> dict[str, Any]:
     """Several layouts of one world size in one launch, since imports dominate."""
+    one_card.share()
     return {layout: run_layout(layout, cases_of(LAYOUTS[layout])) for layout in layouts}
 
 
