@@ -128,6 +128,7 @@ TABLES: dict[str, list[Row]] = {
         Row("PP=2, batch 2", "llama-1.4b", *LOOP, batch=2, micro_batches=8, pipeline=2),
         Row("PP=2, batch 2, eager", "llama-1.4b", *LOOP, batch=2, micro_batches=8, pipeline=2, graphs=False),
         Row("TP=2 + SP, batch 4", "llama-1.4b", *LOOP, batch=4, micro_batches=4, tensor=2),
+        Row("TP=2 + SP, batch 8", "llama-1.4b", *LOOP, batch=8, micro_batches=2, tensor=2),
     ],
 }
 """`one-gpu` is what the ratios of `two-gpus` refer to: run both in one call."""
@@ -295,7 +296,7 @@ def measure(row: Row, args: argparse.Namespace) -> dict[str, Any]:
     """Times one row."""
     count = row.micro_batches or args.micro_batches or (4 if "410m" in row.preset else 2)
     torch.cuda.reset_peak_memory_stats()
-    left = torch.cuda.memory_reserved()  # by earlier rows, in parts of segments that something small still uses
+    left = _in_use() - args.context  # by earlier rows: communicators, parts of segments that something small still uses
     begin = time.perf_counter()
     step, facts = (plain if row.plain else ours)(row, count)
     losses = [step(i) for i in range(args.warm)]
@@ -314,15 +315,20 @@ def measure(row: Row, args: argparse.Namespace) -> dict[str, Any]:
     tokens = row.batch * count * LENGTH * (devices // (row.tensor * row.pipeline))
     engine = facts.pop("engine")
     rate = tokens / seconds / devices
-    free, total = torch.cuda.mem_get_info()
     return {
         "name": row.name, "row": vars(row), "micro_batches": count, "devices": devices,
         "seconds": seconds, "spread": (max(times) - min(times)) / seconds, "tokens_per_second_per_gpu": rate,
         "mfu": rate * facts["needed"] / PEAK, "hfu": rate * facts["executed"] / PEAK,
         "graphs": engine._runner.captures.count if engine is not None and engine._runner.captures else 0,
-        "peak_gib": (total - free - left) / 2**30, "allocated_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "peak_gib": (_in_use() - left) / 2**30, "allocated_gib": torch.cuda.max_memory_allocated() / 2**30,
         "planned_gib": facts["planned_gib"], "set_up_s": ready, "loss": losses[-1], "first_loss": losses[0],
     }  # fmt: skip
+
+
+def _in_use() -> int:
+    """Bytes of the GPU that are taken, by whatever."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 def _profile(step: Callable[[int], float], row: Row, args: argparse.Namespace) -> None:
@@ -381,6 +387,8 @@ def main() -> None:
         for name, rows in TABLES.items():
             print(name, *(f"    {row.name}" for row in rows), sep="\n")
         return
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    args.context = _in_use()
     results = []
     for row in TABLES[args.table]:
         if args.only not in row.name:

@@ -61,7 +61,9 @@ class Groups:
 def _start(timeout: datetime.timedelta, device: torch.device) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     if launcher.adopt().launcher != "none":
-        dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
+        # without device_id, NCCL connects a group at its first use: most of megatron-core's groups are never used, and
+        # messages between two stages have a communicator of their own
+        dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
@@ -97,6 +99,10 @@ def init(cfg: RunConfig) -> Groups:
             cfg.parallel.pipeline,
             distributed_timeout_minutes=max(1, round(cfg.parallel.timeout_minutes)),
             create_gloo_process_groups=device.type == "cuda",
+            # beside a GEMM that fills the GPU, a collective otherwise waits for its end
+            high_priority_stream_groups=["tp"]
+            if dist.get_backend() == "nccl" and not __import__("os").environ.get("NOHP")
+            else None,
         )
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
