@@ -68,6 +68,7 @@ ROWS: dict[str, tuple[Chart, ...]] = {
         Chart("Skipped steps", "none", {"{{reason}}": of_run("skipped_steps_total", "reason")}),
         Chart("Tokens consumed", "short", {"": of_run("consumed_tokens_total")}),
         Chart("Sequences in a step", "none", {"": of_run("global_batch")}),
+        Chart("Largest absolute values in FP8 layers", "none", {"{{tensor}}": of_run("fp8_amax", "tensor")}),
     ),
     "Is it pondering?": (
         Chart("Passes", "none", {
@@ -75,6 +76,8 @@ ROWS: dict[str, tuple[Chart, ...]] = {
             "expected of a token": of_run("ponder_expected_passes"),
         }),
         Chart("Share of tokens in each pass", "percentunit", {"pass {{pass}}": of_run("ponder_pass_tokens", "pass")}),
+        Chart("Held-out loss by pass (nats)", "none",
+              {"pass {{pass}}": of_run("ponder_validation_pass_loss", "pass")}),
         Chart("Saturated gate values", "percentunit", {
             "gate {{pass}}": of_run("ponder_gate_saturation_ratio", "pass"),
             "collapsed": of_run("ponder_gates_collapsed"),

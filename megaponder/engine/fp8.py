@@ -29,6 +29,10 @@ def recipe_of(name: str) -> Any:
     return {"current": recipe.Float8CurrentScaling, "blockwise": recipe.Float8BlockScaling}[name]()
 
 
+AMAX = {"input": ("scaling_fwd", 0), "weight": ("scaling_fwd", 1), "grad": ("scaling_bwd", 0)}
+"""Tensor of a linear layer -> its place in Transformer Engine's amax history."""
+
+
 def _amax_group() -> Any:
     from megatron.core import parallel_state
 
@@ -101,6 +105,20 @@ class Fp8:
                 State.add_fp8_tensors_to_global_buffer(module.fp8_meta)
         State.reduce_and_update_fp8_tensors(forward=True)
         State.reduce_and_update_fp8_tensors(forward=False)
+
+    def amax(self) -> dict[str, float]:
+        """Largest absolute values of the last step by kind of tensor, of this stage's layers on all of its ranks.
+
+        Empty without delayed scaling, which alone keeps them, and before the first step.
+        """
+        if not self._delayed:
+            return {}
+        metas: list[Any] = [m.fp8_meta for m in self._modules if m.fp8_initialized]
+        if not metas:
+            return {}
+        # the newest entry: `end_step` has turned the history and cleared its first
+        most = [torch.stack([m[key].amax_history[-1, column] for m in metas]).amax() for key, column in AMAX.values()]
+        return dict(zip(AMAX, torch.stack(most).tolist(), strict=True))
 
 
 def _chosen(cfg: RunConfig, layers: Sequence[nn.Module]) -> list[nn.Module]:

@@ -92,6 +92,11 @@ class Engine:
         self.own_time.stop()
         finalize_model_grads([self.ddp], None, pg_collection=_group_collection())
 
+    def fp8_amax(self) -> dict[str, float]:
+        """Row values `fp8_amax_...` of the last training step (`Fp8.amax`)."""
+        found = self.stage.fp8.amax() if self.stage.fp8 else {}
+        return {f"fp8_amax_{tensor}": value for tensor, value in found.items()}
+
     def zero_grad(self) -> None:
         """Clear the gradient buffers (the optimizer's own zero_grad clears its copies)."""
         self.ddp.zero_grad_buffer()

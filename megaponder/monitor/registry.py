@@ -88,6 +88,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("global_batch", "train/global_batch", "global_batch", "gauge", "sequences", "Sequences in the step."),
     Metric("skipped_{reason}", "train/skipped_{reason}", "skipped_steps", "counter", "steps",
            "Steps whose update was left out since this process started.", ("reason",)),
+    Metric("fp8_amax_{tensor}", "fp8/amax_{tensor}", "fp8_amax", "gauge", "absolute value",
+           "Largest absolute value in the last stage's FP8 layers, of input, weight and grad (delayed scaling).",
+           ("tensor",)),
     # speed
     Metric("step_seconds", "throughput/step_seconds", "", "gauge", "s", "Mean time of a step."),
     Metric("tokens_per_second", "throughput/tokens_per_second", "tokens_per_second", "gauge", "tokens/s",
@@ -126,6 +129,8 @@ METRICS: tuple[Metric, ...] = (
     _ponder("collapsed", "ponder_gates_collapsed", "boolean", "1 where nearly all tokens run equally many passes."),
     _ponder("jacobi_rmse{iteration}", "ponder_jacobi_rmse", "root mean square",
             "How far the refinement moved the latents.", "iteration"),
+    _ponder("valid_loss_pass{pass}", "ponder_validation_pass_loss", "nats",
+            "Mean cross entropy of held-out data, read out after the pass.", "pass"),
     _ponder("gate{pass}_bin{bin}", "", "ratio", "Share of the gate's values in this tenth of 0 to 1.", "pass", "bin"),
     # checkpoints
     Metric("checkpoint_bytes", "checkpoint/bytes", "checkpoint_bytes", "gauge", "bytes",

@@ -100,18 +100,22 @@ def _facts(rows: Sequence[Mapping[str, Any]], step: int, total: float | None, ag
 
 
 def _panels(rows: Sequence[Mapping[str, Any]]) -> tuple[Panel, ...]:
-    passes = sorted(
-        {n for r in rows for n in r if n.startswith("ponder_active_pass")}, key=lambda n: int(n.rpartition("pass")[2])
-    )
+    shares, losses = (_by_pass(rows, f"ponder_{name}_pass") for name in ("active", "valid_loss"))
     panels = (
         Panel("loss", {"training": _points(rows, "loss"), "validation": _points(rows, "validation_loss")}),
         Panel("mean depth (passes)", {"depth": _points(rows, "ponder_mean_depth")}),
-        Panel("share of tokens in each pass", {f"pass {n.rpartition('pass')[2]}": _points(rows, n) for n in passes}),
+        Panel("share of tokens in each pass", shares),
+        Panel("validation loss read out after each pass", losses),
         Panel("tokens/s", {"tokens/s": _points(rows, "tokens_per_second")}),
         Panel("seconds of a step", {_words(p): _points(rows, f"{p}_seconds") for p in STEP_PHASES}),
         Panel("gradient norm", {"gradient norm": _points(rows, "grad_norm")}),
     )
     return tuple(p for p in panels if p.filled)
+
+
+def _by_pass(rows: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, Points]:
+    passes = sorted({int(n.removeprefix(prefix)) for r in rows for n in r if n.startswith(prefix)})
+    return {f"pass {p}": _points(rows, f"{prefix}{p}") for p in passes}
 
 
 def _points(rows: Sequence[Mapping[str, Any]], name: str) -> Points:

@@ -120,6 +120,7 @@ def run(cfg: RunConfig, groups: Groups) -> int:
                 row.values = finite({"loss": out.loss, "grad_norm": norm})
                 row.values |= {"learning_rate": lr, "global_batch": batch, "passes": out.passes}
                 row.values |= finite({"auxiliary_loss": out.aux}) if out.aux else {}
+                row.values |= finite(engine.fp8_amax())
                 row.stats = finite(depth.metrics(out.stats, out.loss))
                 share = monitor.throughput.costs.needed_share(depth.active_shares(row.stats))
                 row.values |= monitor.throughput.rates(step, state.tokens, share)

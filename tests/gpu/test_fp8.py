@@ -44,3 +44,12 @@ def test_start_compares_fp8_with_bf16(recipe: str) -> None:
     assert "apart" in got["said"][0]
     assert "fp8_canary allows 1e-12" in got["refused"] and "fp8_bf16_layers" in got["refused"]
     assert got["gradients"] == 0.0  # what filled the amax history is gone
+
+
+def test_amax_metrics_are_of_the_last_step() -> None:
+    pytest.importorskip("transformer_engine")
+    got = run_workers("tests.gpu.workers:fp8_amax", 1)[0]
+    assert got["before"] == got["other"] == {}
+    after = got["after"]
+    assert after["fp8_amax_weight"] == got["weights"]
+    assert 0 < after["fp8_amax_grad"] < after["fp8_amax_input"] < 1e3

@@ -237,3 +237,16 @@ def start_in_fp8(recipe: str) -> dict[str, Any]:
     except UserError as error:
         refused = str(error)
     return {"said": said, "refused": refused, "gradients": gradients}
+
+
+def fp8_amax() -> dict[str, Any]:
+    """What the amax metrics say after two steps, and the largest weight; before any step; with another recipe."""
+    engine = _engine(_case({"family": "llama", "method": "loop", "options": {"extra_passes": 1}}, "delayed"))
+    before = engine.fp8_amax()
+    for step in range(2):
+        engine.zero_grad()
+        engine.forward_backward(_batches(step), step, train=True)
+    weights = max(float(m.weight.abs().max()) for m in engine.stage.fp8._modules)
+    other = _engine(_case({"family": "llama", "method": "vanilla"}, "current"))
+    other.forward_backward(_batches(0), 0, train=True)
+    return {"before": before, "after": engine.fp8_amax(), "weights": weights, "other": other.fp8_amax()}
