@@ -5,10 +5,11 @@ first run with given shapes is an ordinary one, which warms libraries and compil
 and backward together.  The backward graph adds parameter gradients to `main_grad` itself, so DistributedDataParallel's
 hooks have nothing to do, and returns gradients of the inputs alone.
 
-    key     (pass, places for active tokens, slot, which inputs are outputs of which graph)
-    slot    micro-batches that are between their first forward and their last backward hold one each: their graphs
-            have memory of their own.  Without a pipeline there is one.
-    pool    one per pass and slot: the variants of a pass (sizes of a gathered one) take turns in the same memory.
+    key     (pass, places for active tokens, slot and pool, which inputs are outputs of which graph)
+    slot    micro-batch i has graphs of its own, number i modulo those between their first forward and their last
+            backward at once.  Without a pipeline there is one.
+    pool    memory for a pass: as many as it has micro-batches between its forward and its backward at once, often fewer
+            than slots.  The slots of a pool take turns in it, as do the variants of a pass (sizes of a gathered one).
 
 What a graph reads lies in static tensors.  An input that is the output of another graph is read where it lies; all
 others are copied.
@@ -19,13 +20,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree
 
+from megaponder.config.in_flight import InFlight
 from megaponder.data.batch import MicroBatch
 from megaponder.engine.objective import Objective
 from megaponder.engine.rows import most_active, places_for
@@ -64,12 +66,12 @@ class _Replay(torch.autograd.Function):
     """Forward graph now, backward graph in its turn.  `anchor` makes passes without such inputs differentiable."""
 
     @staticmethod
-    def forward(ctx: Any, graphs: _Graphs, done: Any, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, graphs: _Graphs, own: Any, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         for static, given in zip(graphs.inputs, inputs, strict=True):
             if static.data_ptr() != given.data_ptr():
                 static.copy_(given)
         graphs.forward.replay()
-        ctx.graphs, ctx.done = graphs, done
+        ctx.graphs, ctx.own = graphs, own
         out = tuple(o.detach() for o in graphs.outputs)
         ctx.mark_non_differentiable(*(o for o, g in zip(out, graphs.grads_out, strict=True) if g is None))
         ctx.set_materialize_grads(False)
@@ -86,30 +88,7 @@ class _Replay(torch.autograd.Function):
             elif static.data_ptr() != given.data_ptr():
                 static.copy_(given)
         graphs.backward.replay()
-        # where the slot becomes free, a later micro-batch may write there before a message with these has left
-        own = Tensor.clone if ctx.done() else Tensor.detach
-        return (None, None, None, *(None if g is None else own(g) for g in graphs.grads_in))
-
-
-@dataclass
-class _Slots:
-    """Numbers of micro-batches in flight; a freed number is used again."""
-
-    free: list[int] = field(default_factory=list)
-    held: dict[int, int] = field(default_factory=dict)
-    made: int = 0
-
-    def take(self, microbatch: int) -> int:
-        if microbatch not in self.held:
-            if not self.free:
-                self.free.append(self.made)
-                self.made += 1
-            self.held[microbatch] = self.free.pop()
-        return self.held[microbatch]
-
-    def give(self, microbatch: int) -> None:
-        if microbatch in self.held:
-            self.free.append(self.held.pop(microbatch))
+        return (None, None, None, *(None if g is None else ctx.own(g) for g in graphs.grads_in))
 
 
 class Captures:
@@ -130,7 +109,8 @@ class Captures:
         """Why no pass is captured any more."""
         self._shared: dict[Any, _Graphs] = {}
         """The first variant of a pass: the others leave their results where it does, so that one variant fits all."""
-        self._slots = _Slots()
+        # in a pipeline the memory of gradients may be written again before a message or an earlier pass has them
+        self._gradient = Tensor.detach if stage.groups.pp_size == 1 else Tensor.clone
         self._anchor = torch.zeros((), device=stage.groups.device, requires_grad=True)
 
     @property
@@ -147,6 +127,7 @@ class Captures:
         state: PassState,
         step: Tensor | None,
         tokens: Tensor,
+        flight: InFlight,
     ) -> Flow | Objective:
         """`PonderStage.forward` with gradients: run, captured or replayed."""
         most, rows = self._most_active(p, batch, incoming)
@@ -160,11 +141,12 @@ class Captures:
         if self.failure or (shapes, places) not in self._seen:
             self._seen.add((shapes, places))
             return self._as_it_is(places, p, batch, incoming, state, step, tokens)
-        slot = self._slots.take(microbatch)
-        key = (shapes, places, slot, where)
+        slot = microbatch % flight.micro_batches
+        pool = (p.index, microbatch % flight.places[p.index])
+        key = (shapes, places, slot, pool, where)
         if key not in self._graphs:
             try:
-                self._graphs[key] = self._capture(p, places, leaves, structure, slot)
+                self._graphs[key] = self._capture(p, places, leaves, structure, slot, pool)
             except RuntimeError as error:
                 self.failure = str(error).splitlines()[0]
                 warnings.warn(
@@ -172,14 +154,7 @@ class Captures:
                 )
                 return self._as_it_is(places, p, batch, incoming, state, step, tokens)
         graphs = self._graphs[key]
-        first = p.index == 0
-
-        def done() -> bool:
-            if first:  # the last backward of this micro-batch on this stage
-                self._slots.give(microbatch)
-            return first
-
-        outputs = _Replay.apply(graphs, done, self._anchor, *inputs)
+        outputs = _Replay.apply(graphs, self._gradient, self._anchor, *inputs)
         return _from_tree(_pytree.tree_unflatten(list(outputs), graphs.structure), state)
 
     def _as_it_is(self, places: int, p: Pass, *rest: Any) -> Flow | Objective:
@@ -202,7 +177,9 @@ class Captures:
             return batch.ids_bn.shape[1], batch.ids_bn.shape[1]
         return most_active(active, stage.groups.tp if stage.config.sequence_parallel else None), active.shape[0]
 
-    def _capture(self, p: Pass, places: int, leaves: Sequence[Tensor | None], structure: Tree, slot: int) -> _Graphs:
+    def _capture(
+        self, p: Pass, places: int, leaves: Sequence[Tensor | None], structure: Tree, slot: int, pool: tuple[int, int]
+    ) -> _Graphs:
         static: list[Tensor | None] = []
         for t in leaves:
             if t is None:
@@ -212,10 +189,10 @@ class Captures:
             static.append(here.requires_grad_(t.requires_grad))
         batch, incoming, state, step, tokens = _from_input_tree(_pytree.tree_unflatten(static, structure))
         inputs = [t for t in static if t is not None]
-        pool = self._pools.setdefault((p.index, slot), torch.cuda.graph_pool_handle())
-        earlier = self._shared.get((p, slot))  # of another variant
+        memory = self._pools.setdefault(pool, torch.cuda.graph_pool_handle())
+        earlier = self._shared.get((p, slot, pool))  # of another variant
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with self._recording(forward, pool):
+        with self._recording(forward, memory):
             out = self._as_it_is(places, p, batch, incoming, state, step, tokens)
             made, shape = _pytree.tree_flatten(_output_tree(out, state))
             outputs = [o.detach() for o in made] if earlier is None else _copied(made, earlier.outputs)
@@ -223,13 +200,13 @@ class Captures:
             grads_out = [torch.zeros_like(o) if o.requires_grad else None for o in made]
         else:
             grads_out = earlier.grads_out
-        with self._recording(backward, pool):
+        with self._recording(backward, memory):
             grads_in = self._backward(inputs, made, grads_out)
             if earlier is not None:
                 grads_in = _copied(grads_in, earlier.grads_in)
         self._owned |= {_place(o) for o in outputs}
         graphs = _Graphs(inputs, outputs, shape, forward, backward, grads_out, grads_in)
-        self._shared.setdefault((p, slot), graphs)
+        self._shared.setdefault((p, slot, pool), graphs)
         return graphs
 
     @contextmanager

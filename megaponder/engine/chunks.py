@@ -17,6 +17,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
 
+from megaponder.config.in_flight import InFlight
 from megaponder.data.batch import MicroBatch
 from megaponder.engine.capture import Captures
 from megaponder.engine.message import pack, unpack
@@ -35,6 +36,8 @@ class Step:
     """Of the training step (scalar, FP64); None in evaluation."""
     tokens: Tensor
     """Valid targets in the global batch, the one denominator of every loss (scalar, FP32)."""
+    flight: InFlight
+    """What this stage holds at once."""
     sums: list[dict[str, Tensor]] = field(default_factory=list)
     """Per micro-batch on the last stage: loss, auxiliary loss and the method's statistics, divided by `tokens`."""
     by_token: list[Tensor] = field(default_factory=list)
@@ -98,6 +101,6 @@ class Runner:
     def __call__(self, p: Pass, index: int, incoming: Flow | None, state: PassState, step: Step) -> Flow | Objective:
         batch = step.batches[index]
         if self.captures is not None and torch.is_grad_enabled():
-            return self.captures.run(p, index, batch, incoming, state, step.number, step.tokens)
+            return self.captures.run(p, index, batch, incoming, state, step.number, step.tokens, step.flight)
         out: Flow | Objective = self.ddp(p, batch, incoming, state, step.number, step.tokens)
         return out

@@ -44,17 +44,6 @@ def receive_orders(
     return forward, backward
 
 
-def microbatch_group(microbatches: int, stages: int) -> int:
-    """Micro-batches that run through one pass before the next pass starts: the fewest that the schedule can run.
-
-    It needs a group of at least PP, and a last group that is whole or also at least PP; fewer means less memory.
-    """
-    for group in range(stages, microbatches):
-        if microbatches % group == 0 or microbatches % group >= stages:
-            return group
-    return microbatches
-
-
 class PassCommunicator(P2PCommunicator):
     """megatron-core's communicator; `variable_seq_lengths` makes it ask for shapes, which are looked up here."""
 

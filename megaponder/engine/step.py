@@ -18,13 +18,15 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from megaponder.config.in_flight import in_flight
+from megaponder.config.rules.layout import choose_group
 from megaponder.data.batch import MicroBatch
 from megaponder.engine import depth
 from megaponder.engine.capture import Captures
 from megaponder.engine.chunks import PassChunk, Runner, Step
 from megaponder.engine.groups import Groups
 from megaponder.engine.message import rider_width
-from megaponder.engine.p2p import PassCommunicator, microbatch_group, receive_orders
+from megaponder.engine.p2p import PassCommunicator, receive_orders
 from megaponder.engine.stage import PonderStage, is_watched, loss_of_pass
 from megaponder.engine.stash import PassState, Stash
 from megaponder.engine.stopwatch import Stopwatch
@@ -116,7 +118,10 @@ class Engine:
         tokens = torch.stack([b.loss_mask_bn.sum() for b in batches]).sum().float()
         dist.all_reduce(tokens, group=self.groups.dp)
         number = torch.tensor(float(step), dtype=torch.float64, device=self.groups.device) if train else None
-        run = Step(self.passes(step if train else None), batches, number, tokens.clamp(min=1.0))
+        passes, g = self.passes(step if train else None), self.groups
+        group = self._group(len(batches))
+        flight = in_flight(g.pp_rank, g.pp_size, len(passes), len(batches), group)
+        run = Step(passes, batches, number, tokens.clamp(min=1.0), flight)
         if self.stage.fp8:
             self.stage.fp8.begin_step()
         self.own_time.start()
@@ -127,6 +132,10 @@ class Engine:
         out = self._collect(run, int(tokens.item()))
         out.passes, out.seconds = len(run.passes), time.perf_counter() - begin
         return out
+
+    def _group(self, micro_batches: int) -> int:
+        """Micro-batches that run through one pass before the next pass starts."""
+        return self._group_size or choose_group(micro_batches, self.groups.pp_size) or micro_batches
 
     def _schedule(self, run: Step, forward_only: bool) -> None:
         stash, config, passes, batches = Stash(), self.stage.config, run.passes, run.batches
@@ -144,7 +153,7 @@ class Engine:
             forward_backward_no_pipelining(data_iterator=None, model=chunk, **common)
             return
         chunks = [PassChunk(self._runner, config, run, p, stash) for p in passes]
-        group = self._group_size or microbatch_group(len(batches), self.groups.pp_size)
+        group = self._group(len(batches))
         for chunk in chunks:
             c = chunk.config
             c.variable_seq_lengths = True  # asks PassCommunicator for each shape; nothing is exchanged

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 
 from megaponder.config import budget
 from megaponder.config.facts import MethodFacts, PassLike
+from megaponder.config.in_flight import in_flight
 from megaponder.config.recompute import recomputed_layers
 from megaponder.config.rules.layout import choose_group
 from megaponder.config.schema import ModelConfig, RunConfig
@@ -46,20 +47,6 @@ def element_bytes(cfg: RunConfig) -> int:
     return 2 if cfg.precision.dtype == "bf16" else 4
 
 
-def passes_in_flight(stage: int, stages: int, passes: int, micro_batches: int, group: int | None = None) -> int:
-    """Most passes of micro-batches whose activations one stage holds at once.
-
-    One stage runs all passes of a micro-batch before its backward; 1F1B holds P - stage micro-batches; the interleaved
-    schedule with groups of N holds (P - stage - 1) 2 + (K - 1) N + 1 of the K M passes.
-    """
-    if stages == 1:
-        return passes
-    if passes == 1:
-        return min(micro_batches, stages - stage)
-    n = group or choose_group(micro_batches, stages) or stages
-    return min(passes * micro_batches, (stages - stage - 1) * 2 + (passes - 1) * n + 1)
-
-
 def layer_activations(cfg: RunConfig, rows: int, te: bool = False) -> float:
     """Bytes that one layer keeps for its backward pass, for `rows` rows (sequences x tokens x slots) on one rank.
 
@@ -67,8 +54,8 @@ def layer_activations(cfg: RunConfig, rows: int, te: bool = False) -> float:
     """
     model, e, tp = cfg.model, element_bytes(cfg), cfg.parallel.tensor
     assert model.hidden_size and model.num_heads and model.ffn_size
-    gated = 3 if te else 4  # SwiGLU keeps its two inputs and its output, and without a kernel of its own silu(gate)
-    split = _attention_elements(model) + (gated if model.family == "llama" else 2) * model.ffn_size
+    # SwiGLU keeps its two inputs, an activation its one; the linear layer after it keeps the output
+    split = _attention_elements(model) + (3 if model.family == "llama" else 2) * model.ffn_size
     log_sums = 4 * model.num_heads  # FP32, of the fused attention
     norms, inner = _norm_bytes(cfg, te), split * e + log_sums
     if cfg.precision.fp8 != "none":  # what a linear layer reads is kept in FP8; attention's output in both formats
@@ -108,14 +95,16 @@ def rank_memory(
     dp = max(1, world_size // (par.tensor * par.pipeline))
     m = max(1, cfg.train.global_batch // (cfg.train.micro_batch * dp))
     held = rank_parameters(cfg, facts, stage, method_parameters)
-    flight = passes_in_flight(stage, par.pipeline, len(passes), m, par.microbatch_group)
+    group = par.microbatch_group or choose_group(m, par.pipeline) or par.pipeline
+    held_at_once = in_flight(stage, par.pipeline, len(passes), m, group)
+    flight = sum(held_at_once.places) if _captured(cfg, te) else held_at_once.passes
 
     tokens = cfg.train.micro_batch * cfg.data.sequence_length
     layers = model.num_layers // par.pipeline
-    final = stage == par.pipeline - 1
-    per_pass = [
-        _pass_activations(cfg, tokens * p.slots, layers, recomputed_layers(cfg, p.index), te, final) for p in passes
-    ]
+    per_pass = []
+    for p in passes:
+        read = stage == par.pipeline - 1 and (p.last or facts.mixes_vocabulary)
+        per_pass.append(_pass_activations(cfg, tokens * p.slots, layers, recomputed_layers(cfg, p.index), te, read))
     if facts.keeps_kv:
         per_pass = [
             a + (0 if p.last else layers * _kept(cfg, tokens * p.slots, te))
@@ -147,10 +136,10 @@ def layer_input(cfg: RunConfig, rows: int) -> float:
     return rows * (cfg.model.hidden_size or 0) * element_bytes(cfg) / _sequence_shards(cfg)
 
 
-def _pass_activations(cfg: RunConfig, rows: int, layers: int, recomputed: int, te: bool, final: bool) -> float:
-    """One pass of one micro-batch through a stage: its layers, which keep what came in, and the final norm."""
+def _pass_activations(cfg: RunConfig, rows: int, layers: int, recomputed: int, te: bool, read: bool) -> float:
+    """One pass of one micro-batch through a stage: its layers, which keep what came in; the norm where rows are read."""
     whole = (layers - recomputed) * layer_activations(cfg, rows, te) + recomputed * layer_input(cfg, rows)
-    if final:
+    if read:
         whole += rows * _norm_bytes(cfg, te) / 2 / _sequence_shards(cfg)
     return whole
 

@@ -48,7 +48,7 @@ def run(cfg: RunConfig, groups: Groups) -> int:
         stack.enter_context(own_run(folder))
         heartbeat = stack.enter_context(Heartbeat(folder, *setup.patience(cfg)))
         method = method_of(cfg)
-        engine = build_engine(setup.fitted(cfg, groups.dp_size), method, groups)
+        engine = build_engine(cfg, method, groups)
         optimizer = build_optimizer(cfg, engine.ddp)
         schedule = build_schedule(cfg.schedule, cfg.optimizer, total)
         monitor = Monitor(cfg, total, setup.costs(cfg, method, groups.world_size), groups.logs())

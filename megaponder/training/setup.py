@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from megaponder.config import launcher
@@ -12,7 +11,6 @@ from megaponder.config.load import dump, load_config
 from megaponder.config.resolve import resolve
 from megaponder.config.rules import check
 from megaponder.config.rules.case import this_machine
-from megaponder.config.rules.layout import choose_group
 from megaponder.config.schema import RunConfig
 from megaponder.data.check import check_data, fill_from_data
 from megaponder.errors import ConfigError
@@ -41,15 +39,6 @@ def complete(cfg: RunConfig) -> RunConfig:
     world = launcher.place().world_size
     check(cfg, facts_of(method_of(cfg), cfg.train.seed), world, this_machine(), needs_data=True)
     return cfg
-
-
-def fitted(cfg: RunConfig, dp_size: int) -> RunConfig:
-    """With the smallest legal micro-batch group where none is set; it belongs to the layout, not to the run."""
-    p, t = cfg.parallel, cfg.train
-    if p.pipeline == 1 or p.microbatch_group is not None or t.batch_rampup is not None:
-        return cfg
-    group = choose_group(t.global_batch // (t.micro_batch * dp_size), p.pipeline)
-    return replace(cfg, parallel=replace(p, microbatch_group=group))
 
 
 def patience(cfg: RunConfig) -> tuple[float, float]:

@@ -1,0 +1,61 @@
+"""What a pipeline stage holds at once: passes of micro-batches between their forward and their backward.
+
+Counted by going through the order in which megatron-core's schedules run them: all passes of a micro-batch where there
+is one stage, 1F1B for one pass, interleaved 1F1B with groups of micro-batches otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """Largest numbers at once on one stage."""
+
+    passes: int
+    """Passes, of all micro-batches."""
+    micro_batches: int
+    """Micro-batches between the forward and the backward of their first pass."""
+    of_pass: tuple[int, ...]
+    """Micro-batches between the forward and the backward of each pass."""
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Of each pass: places for its micro-batches, so that number i may always use place i modulo that.
+
+        Micro-batches go through a pass in their order, so any number of places that `of_pass` fits in will do; divisors
+        of `micro_batches` make the place follow from i modulo `micro_batches`.
+        """
+        divisors = [n for n in range(1, self.micro_batches + 1) if self.micro_batches % n == 0]
+        return tuple(next(n for n in divisors if n >= most) for most in self.of_pass)
+
+
+@lru_cache
+def in_flight(stage: int, stages: int, passes: int, micro_batches: int, group: int) -> InFlight:
+    """Of stage `stage` of `stages`; `group`: micro-batches that run through a pass before the next pass starts."""
+    now, most, most_passes = [0] * passes, [0] * passes, 0
+    for forward, p in _order(stage, stages, passes, micro_batches, group):
+        now[p] += 1 if forward else -1
+        most[p] = max(most[p], now[p])
+        most_passes = max(most_passes, sum(now))
+    return InFlight(most_passes, most[0], tuple(most))  # who has left the first pass has left all
+
+
+def _order(stage: int, stages: int, passes: int, micro_batches: int, group: int) -> Iterator[tuple[bool, int]]:
+    """(whether forward, pass) in the order of the schedule."""
+    if stages == 1:
+        for _ in range(micro_batches):
+            yield from ((True, p) for p in range(passes))
+            yield from ((False, p) for p in reversed(range(passes)))
+        return
+    sizes = [min(group, micro_batches - i) for i in range(0, micro_batches, group)]
+    order = [p for size in sizes for p in range(passes) for _ in range(size)]
+    ahead = stages - stage - 1 if passes == 1 else (stages - stage - 1) * 2 + (passes - 1) * group
+    for i in range(len(order) + ahead):
+        if i < len(order):
+            yield True, order[i]
+        if i >= ahead:
+            yield False, passes - 1 - order[i - ahead]
