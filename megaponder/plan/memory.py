@@ -137,7 +137,7 @@ def layer_input(cfg: RunConfig, rows: int) -> float:
 
 
 def _pass_activations(cfg: RunConfig, rows: int, layers: int, recomputed: int, te: bool, read: bool) -> float:
-    """One pass of one micro-batch through a stage: its layers, which keep what came in; the norm where rows are read."""
+    """One pass of one micro-batch through a stage: its layers, and the norm where rows are read."""
     whole = (layers - recomputed) * layer_activations(cfg, rows, te) + recomputed * layer_input(cfg, rows)
     if read:
         whole += rows * _norm_bytes(cfg, te) / 2 / _sequence_shards(cfg)
