@@ -32,6 +32,7 @@ from benchmarks.report import origin
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import ModelConfig, RunConfig
 
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as launch/torchrun.sh sets it
 RESULTS = Path(__file__).parent / "results"
 VOCAB = 50304
 LENGTH = 2048

@@ -99,10 +99,6 @@ def init(cfg: RunConfig) -> Groups:
             cfg.parallel.pipeline,
             distributed_timeout_minutes=max(1, round(cfg.parallel.timeout_minutes)),
             create_gloo_process_groups=device.type == "cuda",
-            # beside a GEMM that fills the GPU, a collective otherwise waits for its end
-            high_priority_stream_groups=["tp"]
-            if dist.get_backend() == "nccl" and not __import__("os").environ.get("NOHP")
-            else None,
         )
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
