@@ -29,7 +29,8 @@ def report_error(message: str) -> None:
 
 
 def _first_to_say(message: str) -> bool:
-    digest = hashlib.sha256(f"{os.getppid()} {message}".encode()).hexdigest()[:16]
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")  # its launcher stays the same
+    digest = hashlib.sha256(f"{os.getppid()} {attempt} {message}".encode()).hexdigest()[:16]
     marker = Path(tempfile.gettempdir()) / f"megaponder-error-{os.getuid()}-{digest}"
     try:
         if time.time() - marker.stat().st_mtime > STALE_SECONDS:

@@ -228,7 +228,24 @@ def two_processes(root: str, data: str) -> dict[str, Any]:
     return results
 
 
-def command(hang: float, deadline: float, **job: Any) -> None:
+def _before_reduction(at_step: int, fault: Callable[[], bool]) -> None:
+    """Something happens where a step's gradients are to be reduced, which is left out unless it returns True."""
+    from megaponder.engine.step import Engine
+
+    original, steps = Engine._finalize, iter(range(1, 1000))
+
+    def finalize(self: Any, *rest: Any, **named: Any) -> None:
+        if next(steps) != at_step or fault():
+            original(self, *rest, **named)
+
+    Engine._finalize = finalize  # type: ignore[method-assign]
+
+
+FAULTS: dict[str, Callable[[], bool]] = {"left out": lambda: False, "late": lambda: time.sleep(1000) is None}
+"""Of rank 1 in the reduction of step 3."""
+
+
+def command(hang: float, deadline: float, fault: str = "", **job: Any) -> None:
     """`megaponder train` on a job, with other patience; ends with its exit code."""
     import sys
 
@@ -237,6 +254,8 @@ def command(hang: float, deadline: float, **job: Any) -> None:
     from megaponder.training import setup
 
     setup.patience = lambda cfg: (hang, deadline)  # type: ignore[assignment]
+    if fault and os.environ["RANK"] == "1":
+        _before_reduction(3, FAULTS[fault])
     path = f"{job['run']}-{os.environ['RANK']}.yaml"
     os.environ["MEGAPONDER_EXIT_FILE"] = f"{job['run']}.exit"
     dump(config(**job), path)

@@ -169,6 +169,31 @@ def test_a_lost_rank_ends_the_others_with_a_sentence(base: Base, number: int, wo
         workers.kill()
 
 
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [("left out", "rank 1 on "), ("late", "all 2 ranks are in forward_backward of step 3 and show signs of life")],
+)
+def test_a_collective_that_one_rank_does_not_enter(base: Base, fault: str, words: str) -> None:
+    """Left out, the next one does not match and gloo ends that rank; late, the process group's time-out ends all."""
+    path = base.root / f"collective-{fault[:4]}"
+    job = {"run": str(path), "data": base.data, "train__eval_batches": 0, "checkpoint__every": 2}
+    workers = Workers(
+        f"{HERE}:command", 2, {"hang": 4.0, "deadline": 1000.0, "fault": fault, "parallel__timeout_minutes": 0.25} | job
+    )
+    try:
+        _until(lambda: workers.poll()[0] is not None, 300, workers)
+        said = workers.output(0)
+        assert workers.poll()[0] == 69 and "Traceback" not in said, workers.output()
+        assert "error: Rank 0 lost another rank in forward_backward of step 3: " in said and words in said
+        if fault == "left out":
+            assert "collective mismatch" in workers.output(1)
+        else:
+            assert "warning: no progress for " in said
+        assert steps(path) == [2]
+    finally:
+        workers.kill()
+
+
 def _until(holds: Any, seconds: float, workers: Workers) -> None:
     end = time.monotonic() + seconds
     while not holds():
