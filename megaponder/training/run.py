@@ -124,7 +124,8 @@ def run(cfg: RunConfig, groups: Groups) -> int:
                 row.stats = finite(depth.metrics(out.stats, out.loss))
                 share = monitor.throughput.costs.needed_share(depth.active_shares(row.stats))
                 row.values |= monitor.throughput.rates(step, state.tokens, share)
-                monitor.warn("gates", depth.collapse_warning(row.stats))
+                if step > max(schedule.warmup, min(100, total // 10)):  # gates start equal, which is no collapse
+                    monitor.warn("gates", depth.collapse_warning(row.stats))
                 values, sentence = stragglers.report()
                 row.values |= values
                 monitor.warn("stragglers", sentence)
