@@ -31,7 +31,7 @@ ids = tokenizer("The", return_tensors="pt")
 print(tokenizer.decode(model.generate(**ids, max_new_tokens=50)[0]))
 ```
 
-Evaluation: `lm_eval --model hf --model_args pretrained=$folder$lm_eval`.
+Evaluation: `lm_eval --model hf --model_args pretrained=$folder$lm_eval --tasks TASKS` (extra `megaponder[eval]`).
 $prefix
 
 Logits of this folder, with and without cache, were compared with the checkpoint's own forward before it was published:
