@@ -78,12 +78,17 @@ def test_the_exit_code_is_the_lowest_of_the_ranks(
     assert launch(SCRIPTS[0], fakes, "c.yaml", MEGAPONDER_EXIT_FILE=own).returncode == want
 
 
+def _heed() -> None:
+    """Ctrl-C counts, also where the tests run in the background of a shell, which makes its children ignore it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def begun(script: Path, fakes: Path, torchrun: str, **more: str) -> subprocess.Popen[str]:
     """A script whose torchrun has said `begun`."""
     program(fakes, "torchrun", f"{torchrun}\necho begun\nfor i in {{1..200}}; do {LOOK}; sleep 0.05; done; exit 9")
     command = ["bash", str(script), "c.yaml"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, env=environment(fakes, **more), text=True, **pipes)
+    process = subprocess.Popen(command, env=environment(fakes, **more), text=True, preexec_fn=_heed, **pipes)
     assert process.stdout is not None
     while "begun" not in (line := process.stdout.readline()):
         assert line, process.stderr.read()  # type: ignore[union-attr]
