@@ -111,7 +111,8 @@ def _case(case: dict[str, Any], precision: str) -> RunConfig:
     cfg.precision.fp8 = precision if fp8 else "none"  # type: ignore[assignment]
     cfg.ponder.skip_halted = case.get("skip", False)
     cfg.parallel.recompute = "layer" if case.get("recompute") else "none"
-    cfg.parallel.pipeline = case.get("pipeline", 1)
+    cfg.parallel.tensor, cfg.parallel.pipeline = case.get("tensor", 1), case.get("pipeline", 1)
+    cfg.parallel.sequence = cfg.parallel.tensor > 1
     cfg.train.global_batch *= case.get("data", 1)
     return cfg
 
