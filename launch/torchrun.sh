@@ -62,8 +62,9 @@ read -r -a launcher <<<"${LAUNCHER:-torchrun}"
   exec "${launcher[@]}" "${rendezvous[@]}" --nproc-per-node "$nproc_per_node" -m -- megaponder train "$@"
 ) &
 child=$!
-trap 'kill -TERM "$child"' TERM
-trap 'kill -INT "$child"' INT
+asked=0 # exit code that a signal asks for, where it ends the ranks before they can write down their own
+trap 'asked=143; kill -TERM "$child"' TERM
+trap 'asked=130; kill -INT "$child"' INT
 trap 'touch "$MEGAPONDER_REQUEUE_FILE"' USR1 USR2
 
 code=0
@@ -72,5 +73,9 @@ while kill -0 "$child" 2>/dev/null; do # a trap has ended the wait, not the chil
   code=0
   wait "$child" || code=$?
 done
-[ ! -s "$MEGAPONDER_EXIT_FILE" ] || code=$(sort -n "$MEGAPONDER_EXIT_FILE" | head -n 1)
+if [ -s "$MEGAPONDER_EXIT_FILE" ]; then
+  code=$(sort -n "$MEGAPONDER_EXIT_FILE" | head -n 1)
+elif [ "$code" -ne 0 ] && [ "$asked" -ne 0 ]; then
+  code=$asked
+fi
 exit "$code"

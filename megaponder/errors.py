@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+import errno
+
 LOST = 69
 """sysexits.h calls it EX_UNAVAILABLE."""
 REQUEUE = 75
@@ -17,6 +19,17 @@ class UserError(Exception):
     """Something the user can mend.  The message is one sentence: field or file, value, rule, nearest legal value."""
 
     exit_code = 2
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""A disk that takes nothing more; the error often names no file."""
+
+
+def of_file(error: OSError) -> UserError | None:
+    """The sentence for a file that cannot be read or written; None for what is no file's fault (a connection)."""
+    if error.filename is None and error.errno not in FULL:
+        return None
+    return UserError(f"{error.filename or 'A file'}: {error.strerror or error}.")
 
 
 class LostRank(UserError):  # noqa: N818  the sentence is for a user

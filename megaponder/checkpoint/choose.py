@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,7 @@ def choose(root: Path, check: Check = manifest.damage) -> Choice:
 def locate(path: str | Path) -> Path:
     """A checkpoint folder from what a user wrote: the folder itself, or a run folder (its newest whole checkpoint).
 
-    Raises UserError if there is none or if the named one is damaged.
+    Raises UserError if there is none or if the named one is damaged; says on stderr what was passed over.
     """
     path = Path(path)
     if not path.is_dir():
@@ -55,4 +56,6 @@ def locate(path: str | Path) -> Path:
     if choice.path is None:
         why = " ".join(choice.sentences()) or "Name a step_... folder or the folder of a run that has saved."
         raise UserError(f"{path} holds no whole checkpoint. {why}")
+    for checkpoint, reason in choice.skipped:
+        print(f"warning: {checkpoint} is damaged ({reason}), so {choice.path} is used.", file=sys.stderr, flush=True)
     return choice.path

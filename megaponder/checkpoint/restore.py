@@ -22,7 +22,8 @@ from megaponder.errors import UserError
 
 log = logging.getLogger(__name__)
 METHOD = "method_modules."
-"""First part of the names of a method's own parameters, which a weights-only start may lack."""
+"""First part of the names of a method's own parameters, which a weights-only start may lack or leave."""
+Shapes = dict[str, "tuple[int, ...] | None"]
 
 
 def agreed_damage(path: Path) -> str | None:
@@ -35,16 +36,19 @@ def agreed_damage(path: Path) -> str | None:
 def resume(path: Path, stage: MegatronModule, optimizer: MegatronOptimizer) -> TrainState:
     """Load parameters, optimizer state and, on the layout that saved them, random states.  All ranks call this."""
     state, contents = load_state(path)
-    names = _stored_names(path)
-    model = sharded_state(stage, names)
-    _refuse_absent(path, model, names, may_lack="")
+    names = _stored(path)
+    model = sharded_state(stage, set(names))
+    _refuse_absent(path, model, names)
+    _refuse_other_shapes(path, model, names)
+    if left := _not_wanted(model, names):
+        raise UserError(f"Checkpoint {path} has {_some(left)} that this model has no place for: {_OTHER}.")
     if contents.masters and not moments.has_masters(stage.parameters()):
         # the run that saved was BF16 and this one is FP32: its masters are the better weights
         _rename(model, lambda key: f"{moments.PREFIX}param.{key}", names)
     _load_model(path, stage, model)
-    model = sharded_state(stage, names)
+    model = sharded_state(stage, set(names))
     wanted = moments.sharded_state(optimizer, model, metadata(), loading=True, masters=contents.masters)
-    _refuse_absent(path, wanted, names, may_lack="")
+    _refuse_absent(path, wanted, names)
     moments.load(optimizer, _load(path, wanted), state.updates)
     if contents.layout == layout():
         rng.load(_load(path, rng.sharded_state()))
@@ -53,18 +57,23 @@ def resume(path: Path, stage: MegatronModule, optimizer: MegatronOptimizer) -> T
     return state
 
 
-def load(path: Path, stage: MegatronModule, optimizer: MegatronOptimizer | None = None) -> list[str]:
-    """Load the weights only; returns the method's parameters that the checkpoint lacks: they keep their initial values.
+def load(path: Path, stage: MegatronModule, optimizer: MegatronOptimizer | None = None) -> tuple[list[str], list[str]]:
+    """Load the weights only; returns the method's parameters that the checkpoint lacks and those that the model lacks.
 
-    Call it before the first step; `optimizer` then takes its master weights from the loaded parameters.
+    The first keep their initial values, the second are left out.  Call it before the first step; `optimizer` then takes
+    its master weights from the loaded parameters.
     """
-    names = _stored_names(path)
-    model = sharded_state(stage, names)
+    names = _stored(path)
+    model = sharded_state(stage, set(names))
     lacking = _refuse_absent(path, model, names, may_lack=METHOD)
+    _refuse_other_shapes(path, model, names)
+    left = _not_wanted(model, names)
+    if hard := [k for k in left if not k.startswith(METHOD)]:
+        raise UserError(f"Checkpoint {path} has {_some(hard)} that this model has no place for: {_OTHER}.")
     _load_model(path, stage, {k: v for k, v in model.items() if getattr(v, "key", k) not in lacking})
     if optimizer is not None:
         optimizer.reload_model_params()
-    return lacking
+    return lacking, left
 
 
 def _load(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
@@ -80,29 +89,59 @@ def _load_model(path: Path, stage: MegatronModule, model: dict[str, Any]) -> Non
                 own[name].copy_(value)
 
 
-def _stored_names(path: Path) -> set[str]:
-    """Names of all that the checkpoint holds, read by one rank."""
-    box: list[Any] = [stored.names(path) if dist.get_rank() == 0 else None]
+def _stored(path: Path) -> Shapes:
+    """Names and shapes of all that the checkpoint holds, read by one rank."""
+    box: list[Any] = [stored.shapes(path) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+_OTHER = "it was saved from another kind of model"
+
+
+def _some(names: list[str]) -> str:
+    return f"tensor {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _keys(state: dict[str, Any]) -> list[str]:
     return [s.key for s in nested_values(state) if isinstance(s, ShardedTensor | ShardedTensorFactory)]
 
 
-def _refuse_absent(path: Path, wanted: dict[str, Any], names: set[str], may_lack: str) -> list[str]:
-    """UserError on all ranks if the checkpoint lacks a tensor that any rank wants; returns what may be lacking."""
+def _of_all_ranks(mine: list[str]) -> list[str]:
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, [k for k in _keys(wanted) if k not in names])
-    absent = sorted({k for keys in every for k in keys})
+    dist.all_gather_object(every, mine)
+    return sorted({name for names in every for name in names})
+
+
+def _refuse_absent(path: Path, wanted: dict[str, Any], names: Shapes, may_lack: str = "") -> list[str]:
+    """UserError on all ranks if the checkpoint lacks a tensor that any rank wants; returns what may be lacking."""
+    absent = _of_all_ranks([k for k in _keys(wanted) if k not in names])
     if hard := [k for k in absent if not (may_lack and k.startswith(may_lack))]:
-        more = f" and {len(hard) - 1} more" if len(hard) > 1 else ""
-        raise UserError(f"Checkpoint {path} has no tensor {hard[0]}{more}: it was saved from another kind of model.")
+        raise UserError(f"Checkpoint {path} has no {_some(hard)}: {_OTHER}.")
     return absent
 
 
-def _rename(state: dict[str, Any], rule: Any, names: set[str]) -> None:
+def _refuse_other_shapes(path: Path, wanted: dict[str, Any], names: Shapes) -> None:
+    """UserError on all ranks if a tensor of the checkpoint has another shape; padding of the vocabulary may differ."""
+    other = _of_all_ranks(
+        [
+            f"{s.key} with shape {list(names[s.key] or ())} where this model has {list(s.global_shape)}"
+            for s in nested_values(wanted)
+            if isinstance(s, ShardedTensor) and not s.allow_shape_mismatch
+            if names.get(s.key) is not None and names[s.key] != tuple(s.global_shape)
+        ]
+    )
+    if other:
+        raise UserError(f"Checkpoint {path} has {_some(other)}: {_OTHER}, or the method's options were others.")
+
+
+def _not_wanted(wanted: dict[str, Any], names: Shapes) -> list[str]:
+    """Parameters of the checkpoint that no rank has a place for."""
+    taken = set(_of_all_ranks(_keys(wanted)))
+    return sorted(k for k, s in names.items() if s is not None and k not in taken and not k.startswith(stored.BESIDES))
+
+
+def _rename(state: dict[str, Any], rule: Any, names: Shapes) -> None:
     def renamed(s: Any) -> Any:
         if isinstance(s, ShardedTensor | ShardedTensorFactory) and rule(s.key) in names:
             return replace(s, key=rule(s.key))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,20 @@ from megaponder.checkpoint import folder, manifest, model_state, moments, result
 from megaponder.checkpoint.state import CONFIG, Contents, TrainState, save_state
 from megaponder.config.load import dump
 from megaponder.config.schema import RunConfig
+from megaponder.data.check import identities
 from megaponder.errors import UserError
 
 log = logging.getLogger(__name__)
 Published = Callable[[Path, float], None]
 """Told, on every rank, of a whole checkpoint: its folder, and the seconds since its save began."""
-_FAILED = "The checkpoint could not be written to {} ({}); earlier ones are whole."
+
+
+def _failed(path: Path, reason: str) -> UserError:
+    free = shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
+    return UserError(
+        f"The checkpoint could not be written to {path} ({reason}; {free / 1e9:.1f} GB are free there); earlier ones, "
+        "if any, are whole."
+    )
 
 
 class Saver:
@@ -95,9 +104,14 @@ class Saver:
 
     def _publish(self, path: Path, state: TrainState) -> None:
         dump(self.cfg, path / CONFIG)
-        save_state(path, state, Contents(moments.has_masters(self.stage.parameters()), model_state.layout()))
+        masters = moments.has_masters(self.stage.parameters())
+        save_state(path, state, Contents(masters, model_state.layout(), data=self._data))
         log.info("saved %s", folder.publish(self.root, state.step))
         folder.retain(self.root, self.options.keep_last, self.options.keep_every)
+
+    @cached_property
+    def _data(self) -> dict[str, str]:
+        return identities(self.cfg)
 
     def _on_first_rank(self, action: Callable[[], object]) -> None:
         """Run on one rank; all ranks fail together, with its reason."""
@@ -109,7 +123,7 @@ class Saver:
                 reason = [f"{error.strerror or error}: {error.filename}"]
         dist.broadcast_object_list(reason, src=0)
         if reason[0] is not None:
-            raise UserError(_FAILED.format(self.root, reason[0]))
+            raise _failed(self.root, reason[0])
 
 
 def _write(write: Callable[..., None], path: Path, rank: int, *args: Any, **kwargs: Any) -> None:
@@ -128,4 +142,4 @@ def _in_a_sentence(path: Path) -> Iterator[None]:
         yield
     except CheckpointException as error:
         reasons = "; ".join(str(e) for e, _ in error.failures.values()) or "another rank says why"
-        raise UserError(_FAILED.format(path, reasons)) from error
+        raise _failed(path, reasons) from error

@@ -51,6 +51,8 @@ class Contents:
     """tensor, pipeline and data: the sizes of the run that saved (random states belong to them)."""
     optimizer: bool = True
     """Moments are stored."""
+    data: dict[str, str] = field(default_factory=dict)
+    """`data.check.identities` of the run that saved; empty in checkpoints of earlier versions."""
 
 
 def save_state(folder: Path, state: TrainState, contents: Contents) -> None:

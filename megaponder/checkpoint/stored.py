@@ -10,8 +10,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-_BESIDES = ("optimizer.", "random.")
-
+BESIDES = ("optimizer.", "random.")
+"""First parts of names that are no parameter's."""
 
 # Norms are stored under the names that they have inside Transformer Engine's fused layers.
 _NORMS = {
@@ -20,9 +20,10 @@ _NORMS = {
 }
 
 
-def names(path: Path) -> set[str]:
-    """Names of all tensors and objects."""
-    return set(dcp.FileSystemReader(str(path)).read_metadata().state_dict_metadata)
+def shapes(path: Path) -> dict[str, tuple[int, ...] | None]:
+    """Names of all tensors and objects; an object has no shape."""
+    found = dcp.FileSystemReader(str(path)).read_metadata().state_dict_metadata
+    return {name: tuple(m.size) if isinstance(m, TensorStorageMetadata) else None for name, m in found.items()}
 
 
 def tensors(path: Path) -> dict[str, TensorStorageMetadata]:
@@ -33,7 +34,7 @@ def tensors(path: Path) -> dict[str, TensorStorageMetadata]:
 
 def parameters(path: Path) -> dict[str, TensorStorageMetadata]:
     """Shape and dtype of the model's parameters: whole tensors, whatever layout saved them."""
-    return {name: m for name, m in tensors(path).items() if not name.startswith(_BESIDES)}
+    return {name: m for name, m in tensors(path).items() if not name.startswith(BESIDES)}
 
 
 def module_name(name: str) -> str:

@@ -19,6 +19,10 @@ def load_weights(path: str | Path) -> tuple[RunConfig, dict[str, Tensor]]:
     `path` is a checkpoint, or a run folder, whose newest whole checkpoint is then taken.  Raises UserError when there
     is none or when it is damaged.
     """
-    folder = locate(path)
+    return read_weights(locate(path))
+
+
+def read_weights(folder: Path) -> tuple[RunConfig, dict[str, Tensor]]:
+    """The same of a checkpoint that `locate` has found."""
     weights = stored.read(folder, stored.parameters(folder))
     return load_config(folder / CONFIG, []), {stored.module_name(name): tensor for name, tensor in weights.items()}

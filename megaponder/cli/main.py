@@ -22,7 +22,7 @@ from typing import Any
 from megaponder import __version__
 from megaponder.cli.parser import Parser
 from megaponder.cli.report import report_error
-from megaponder.errors import UserError
+from megaponder.errors import UserError, of_file
 
 COMMANDS = ("demo", "prepare", "plan", "train", "watch", "replay", "generate", "inspect", "export", "import")
 """In the order in which a newcomer meets them."""
@@ -104,6 +104,11 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `megaponder plan ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if (problem := of_file(error)) is None:
+            raise
+        report_error(str(problem))
+        return problem.exit_code
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import argparse
 from megaponder.cli.parser import Commands
 from megaponder.cli.report import report_error
 from megaponder.config import launcher
-from megaponder.errors import LostRank
+from megaponder.errors import LostRank, of_file
 
 SUMMARY = "train a model, or continue a run from its newest complete checkpoint"
 OVERRIDES = True
@@ -66,7 +66,9 @@ def run(args: argparse.Namespace) -> int:
 
         return print_fields()
     from megaponder.cli.configuration import load
-    from megaponder.training import exit_code
+    from megaponder.training import early, exit_code
+
+    early.listen()
 
     with exit_code.noted():
         exit_code.forget_earlier_attempts(launcher.adopt().rank)
@@ -85,4 +87,8 @@ def run(args: argparse.Namespace) -> int:
         except LostRank as error:
             report_error(str(error))
             exit_code.leave(error.exit_code)
+        except OSError as error:  # a full disk, above all
+            if (problem := of_file(error)) is None:
+                raise
+            raise problem from error
         return exit_code.stopped(code)

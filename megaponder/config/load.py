@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Mapping
 from functools import lru_cache
@@ -76,6 +77,7 @@ def _adapter() -> pydantic.TypeAdapter[RunConfig]:
 def from_mapping(data: Mapping[str, Any]) -> RunConfig:
     """RunConfig of nested plain data; ConfigError for unknown names and wrong types."""
     _refuse_unknown(data)
+    _refuse_non_finite(data)
     try:
         # JSON mode is strict about scalars (true is no integer, "3" is no number) and still builds the dataclasses
         return _adapter().validate_json(pydantic.TypeAdapter(Any).dump_json(data), strict=True)
@@ -96,6 +98,20 @@ def _refuse_unknown(data: Mapping[str, Any]) -> None:
                     raise _unknown(name, value[inner])
         elif key not in legal:
             raise _unknown(str(key), value)
+
+
+def _refuse_non_finite(value: Any, name: str = "") -> None:
+    """JSON has no NaN and no infinity, so they would arrive as null, which many fields take for their default."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _refuse_non_finite(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            _refuse_non_finite(inner, name)
+    elif isinstance(value, float) and not math.isfinite(value):
+        field = all_fields().get(name)
+        fix = f"the default is {show(field.default)}" if field else "write one"
+        raise ConfigError(name, value, "it must be a finite number", fix)
 
 
 def _unknown(name: str, value: Any) -> ConfigError:

@@ -154,6 +154,17 @@ def _check_tokenizer(cfg: RunConfig, meta: DatasetMeta | None) -> None:
         )
 
 
+def identities(cfg: RunConfig) -> dict[str, str]:
+    """What tells the datasets of a run from others under the same names: a hash of lengths, and checksums if known."""
+    found = {}
+    for source in parse_blend(cfg.data.train, "data.train") + parse_blend(cfg.data.valid, "data.valid"):
+        index = read_index(source.path)
+        meta = read_meta(index)
+        sums = "".join(f"-{crc:08x}" for _, crc in sorted(meta.checksums.items())) if meta else ""
+        found[source.path] = index.fingerprint()[:16] + sums
+    return found
+
+
 def check_data(cfg: RunConfig) -> DataFacts:
     """Check the `data` section against the files on disk.
 

@@ -73,11 +73,12 @@ def metrics(means: Mapping[str, float], loss: float) -> dict[str, float]:
         return out
     depth = means["depth"]
     var_depth, var_nll = means["depth_sq"] - depth**2, means["nll_sq"] - loss**2
+    varies = var_depth > 1e-5 * means["depth_sq"]  # one token in 10,000 a pass away; less is rounding of FP32 sums
     spread = math.sqrt(max(var_depth, 0.0) * max(var_nll, 0.0))
     active = [min(1.0, sum(at[k:])) for k in range(len(at))]  # the shares at each depth were rounded one by one
     out |= {
         "mean_depth": depth,
-        "depth_nll_correlation": (means["depth_nll"] - depth * loss) / spread if spread > 1e-9 else 0.0,
+        "depth_nll_correlation": (means["depth_nll"] - depth * loss) / spread if varies and spread > 1e-9 else 0.0,
         "collapsed": float(max(at) >= COLLAPSED),
         "kv_reuse": 1.0 - sum(active[1:]) / max(1, len(active) - 1),
     }

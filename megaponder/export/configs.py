@@ -117,9 +117,21 @@ def _mapped(model: ModelConfig, names: dict[str, str]) -> dict[str, Any]:
     return out
 
 
+def _refuse_unknown_method(cfg: RunConfig) -> None:
+    """UserError for a method that the modelling file does not have yet (a step of CONTRIBUTING's example)."""
+    from megaponder.export.modeling_megaponder import METHODS
+
+    if cfg.ponder.method not in METHODS:
+        raise UserError(
+            f"ponder.method = {cfg.ponder.method!r}: exports do not have this method yet; add it to METHODS in "
+            f"megaponder/export/{MODELLING_FILE}.py, which has {', '.join(sorted(METHODS))}."
+        )
+
+
 def ponder_config(cfg: RunConfig, dtype: str, eos: int | None) -> dict[str, Any]:
     """config.json for the self-contained modelling file."""
     check_fields_known()
+    _refuse_unknown_method(cfg)
     options = method_of(cfg).options
     latent = {"prefill_jacobi": "converge"} if hasattr(options, "jacobi") else {}
     return {

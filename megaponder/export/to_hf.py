@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from megaponder import __version__
-from megaponder.checkpoint.weights import load_weights
+from megaponder.checkpoint.choose import locate
+from megaponder.checkpoint.state import load_state
+from megaponder.checkpoint.weights import read_weights
 from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError
 from megaponder.export import card, configs, folder, names, native, reference, tokenizer
@@ -74,7 +76,8 @@ def export(
     Raises UserError when they differ by more than `tolerance` of the largest logit, or when `out` exists.
     """
     need_transformers("megaponder export")
-    cfg, state = load_weights(checkpoint)
+    source = locate(checkpoint)
+    cfg, state = read_weights(source)
     state = cast(names.local_names(state), dtype)
     out = Path(out)
     with folder.published(out, force) as temporary:
@@ -85,7 +88,7 @@ def export(
         count = sum(t.numel() for t in plain.values())
         del plain
         worst = check(cfg, state, temporary, out, tolerance)
-        step = checkpoint_step(checkpoint)
+        step = load_state(source)[0].step
         card.write(cfg, temporary, native=reason is None, step=step, parameters=count, tokens=tokens, difference=worst)
         files = tuple(sorted(p.name for p in temporary.iterdir()))
     return Exported(out, reason is None, reason, files, count, worst)
@@ -136,11 +139,3 @@ def check(cfg: RunConfig, state: dict[str, Tensor], path: Path, name: Path, tole
     model = load_folder(path)
     got = [reference.export_logits(model, ids) for ids in prompts]
     return reference.agree(name, want, got, tolerance)
-
-
-def checkpoint_step(checkpoint: str | Path) -> int | None:
-    """Optimizer steps behind a checkpoint, for the model card."""
-    from megaponder.checkpoint.choose import locate
-    from megaponder.checkpoint.state import load_state
-
-    return load_state(locate(checkpoint))[0].step

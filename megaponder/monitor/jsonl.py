@@ -7,27 +7,31 @@ overlays that of a run that was never stopped.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megaponder import files
 from megaponder.errors import UserError
-from megaponder.monitor.row import Row
+from megaponder.monitor.row import POSITION, Row
 
 NAME = "metrics.jsonl"
 SUPERSEDED = "metrics.superseded.jsonl"
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """Rows of a metrics file; a last line that a kill has cut off is left out."""
+def read(path: Path, needs: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Rows of a file; a line that a kill has cut off is left out, as is one that lacks one of the integers `needs`."""
     rows = []
     for text in path.read_text().splitlines() if path.exists() else []:
         try:
-            rows.append(json.loads(text))
+            row = json.loads(text)
         except ValueError:
             continue
+        if isinstance(row, dict) and all(isinstance(row.get(n), int) for n in needs):
+            rows.append(row)
     return rows
 
 
@@ -39,7 +43,7 @@ def of_run(run: Path) -> list[dict[str, Any]]:
         close = difflib.get_close_matches(run.name, there, 1, 0.5)
         fix = f"did you mean {folder / close[0]}" if close else f"{folder} has {', '.join(there[:8]) or 'no run'}"
         raise UserError(f"{run}: there is no such run folder; {fix}.")
-    if not (rows := read(run / NAME)):
+    if not (rows := read(run / NAME, POSITION)):
         what = "empty" if (run / NAME).exists() else "not there"
         raise UserError(f"{run} has no metrics yet ({run / NAME} is {what}); the first come after logging.every steps.")
     return rows
@@ -48,7 +52,7 @@ def of_run(run: Path) -> list[dict[str, Any]]:
 def rewind(run: Path, step: int) -> int:
     """Move rows beyond `step` out of the series; returns how many."""
     path = run / NAME
-    rows = read(path)
+    rows = read(path, POSITION)
     beyond = [r for r in rows if r["step"] > step]
     if beyond:
         with (run / SUPERSEDED).open("a") as file:
@@ -62,12 +66,18 @@ class JsonLines:
     """Appends rows; each is on its way to the disk when `write` returns."""
 
     def __init__(self, run: Path):
-        self._file = (run / NAME).open("a", buffering=1)
+        self._path = run / NAME
+        self._file = self._path.open("a", buffering=1)
 
     def write(self, row: Row) -> None:
         """Append a row."""
-        self._file.write(json.dumps(row.flat()) + "\n")
+        try:
+            self._file.write(json.dumps(row.flat()) + "\n")
+        except OSError as error:
+            why = error.strerror or error
+            raise UserError(f"{self._path} could not be written to ({why}); checkpoints are whole.") from error
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file; what could not be written was told by `write`."""
+        with contextlib.suppress(OSError):
+            self._file.close()

@@ -21,7 +21,7 @@ def page(cls: type[Method]) -> str:
     """Markdown page of a method."""
     module = inspect.getmodule(cls)
     assert module is not None and module.__doc__ is not None
-    text = [HEAD, f"# {cls.name}\n", f"{cls.summary[0].upper()}{cls.summary[1:]}.\n", inspect.cleandoc(module.__doc__)]
+    text = [HEAD, f"# {cls.name}\n", f"{cls.summary[0].upper()}{cls.summary[1:]}.\n", module.__doc__.strip()]
     text.append("\n## Options (`ponder.options`)\n")
     docs = {name: " ".join(doc.split()) for name, doc in attribute_docs(cls.Options).items()}
     rows = [f"| `{f.name}` | `{f.default}` | {docs.get(f.name, '')} |" for f in dataclasses.fields(cls.Options)]

@@ -12,6 +12,7 @@ from megaponder.checkpoint import folder, restore
 from megaponder.checkpoint.choose import Choice, choose, locate
 from megaponder.checkpoint.state import TrainState, load_state
 from megaponder.config.schema import RunConfig
+from megaponder.data.check import identities
 from megaponder.errors import ConfigError, UserError
 from megaponder.training.ranks import on_first_rank
 from megaponder.training.setup import refuse_other_model
@@ -33,7 +34,7 @@ def begin(
     for sentence in choice.sentences():
         say(sentence)
     if choice.path is not None:
-        for warning in on_first_rank(lambda: refuse_other_model(cfg, path)):
+        for warning in on_first_rank(lambda: [*refuse_other_model(cfg, path), *other_data(cfg, path)]):
             say(warning)
         return restore.resume(path, stage, optimizer)
     if choice.skipped:
@@ -46,9 +47,12 @@ def begin(
     if cfg.checkpoint.load is not None:
         source = cfg.checkpoint.load
         path = Path(on_first_rank(lambda: str(locate(source))))
-        fresh = restore.load(path, stage, optimizer)
+        for warning in on_first_rank(lambda: refuse_other_model(cfg, path, weights_only=True)):
+            say(warning)
+        fresh, left = restore.load(path, stage, optimizer)
         new = f"; new, with fresh values: {', '.join(fresh)}" if fresh else ""
-        say(f"Starting from the weights of {path}{new}.")
+        old = f"; left out, since {cfg.ponder.method} has no place for them: {', '.join(left)}" if left else ""
+        say(f"Starting from the weights of {path}{new}{old}.")
     return TrainState()
 
 
@@ -59,6 +63,16 @@ def refuse_bare_weights(cfg: RunConfig, checkpoint: Path) -> None:
             f"run = {cfg.run!r}: {checkpoint} holds weights without optimizer state (megaponder import wrote it), so "
             f"there is nothing to continue; start from it in another run folder, with --checkpoint.load {cfg.run}."
         )
+
+
+def other_data(cfg: RunConfig, checkpoint: Path) -> list[str]:
+    """A warning for each dataset that is not what it was when the checkpoint was saved."""
+    then = load_state(checkpoint)[1].data
+    return [
+        f"Warning: the dataset {path} is another one than up to this checkpoint, so texts may be seen again or never."
+        for path, now in identities(cfg).items()
+        if then.get(path, now) != now
+    ]
 
 
 def _sweep_and_list(root: Path) -> list[str]:

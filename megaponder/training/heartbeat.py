@@ -162,7 +162,8 @@ def _words(said: dict[str, Any]) -> str:
     if said["age"] == float("inf"):
         return f"rank {said['rank']}, which has given no sign of life yet"
     if said["dead"]:
-        return f"rank {said['rank']} on {said['host']}, last seen in {said['phase']} of step {said['step']}, has ended"
+        seen = f"{said['age']:.0f} s ago in {said['phase']} of step {said['step']}"
+        return f"rank {said['rank']} on {said['host']}, last seen {seen}, has ended"
     return f"{where}, gives no sign of life for {said['age']:.0f} s" if said["gone"] else where
 
 

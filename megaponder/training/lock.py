@@ -53,15 +53,21 @@ class RunLock:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(str(self.path) + ".guard"):  # two jobs must not both judge the same dead owner
             while not self._create():
-                owner = self._owner()
-                if owner is not None and self._alive(owner):
-                    raise UserError(
-                        f"run = {str(self.path.parent)!r}: another job uses this folder (process {owner['pid']} on "
-                        f"{owner['host']} since {owner['since']}); stop it or give this run another folder."
-                    )
+                if (taken := self.holder()) is not None:
+                    raise UserError(taken)
                 self.path.unlink(missing_ok=True)
         self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)
         self._thread.start()
+
+    def holder(self) -> str | None:
+        """The sentence that names the live job which has the folder, if one has it."""
+        owner = self._owner()
+        if owner is None or not self._alive(owner):
+            return None
+        return (
+            f"run = {str(self.path.parent)!r}: another job uses this folder (process {owner['pid']} on "
+            f"{owner['host']} since {owner['since']}); stop it or give this run another folder."
+        )
 
     def release(self) -> None:
         """Give the lock back, if it was taken and is still ours."""
@@ -94,7 +100,7 @@ class RunLock:
         try:
             owner = json.loads(self.path.read_text())
             return owner if {"pid", "host", "since", "started"} <= owner.keys() else None
-        except (FileNotFoundError, ValueError):
+        except (FileNotFoundError, NotADirectoryError, ValueError):
             return None
 
     def _alive(self, owner: dict[str, Any]) -> bool:

@@ -30,6 +30,7 @@ from megaponder.errors import UserError
 from megaponder.monitor.identity import digest
 from megaponder.plan.parameters import model_parameters
 from megaponder.training import setup
+from megaponder.training.lock import RunLock
 
 DEADLINE = 45.0
 """Seconds for all reports to arrive."""
@@ -96,7 +97,8 @@ def look(cfg: RunConfig, here: Place) -> Report:
         "free": shutil.disk_usage(folder).free,
         "checkpoint": _checkpoint_bytes(cfg),
         "folder": str(folder),
-        "writable": os.access(folder, os.W_OK),
+        "writable": folder.is_dir() and os.access(folder, os.W_OK),
+        "taken": RunLock(Path(cfg.run)).holder() if here.rank == 0 else None,
     }
 
 
@@ -132,6 +134,8 @@ def _problem(reports: dict[int, Report], hosts: dict[str, list[int]], world: int
             return f"{where} has local rank {r['local_rank']} but sees {r['gpus']} GPUs: start one process a GPU."
         if not r["writable"]:
             return f"{where} may not write to {r['folder']}, where the run folder is to be."
+        if r["taken"]:
+            return f"{where}: {r['taken']}"
         if r["checkpoint"] and r["free"] < r["checkpoint"]:
             need, free = r["checkpoint"] / 1e9, r["free"] / 1e9
             return f"{where} sees {free:.1f} GB free in {r['folder']}; a checkpoint needs about {need:.1f} GB."
@@ -188,9 +192,9 @@ def _checkpoint_bytes(cfg: RunConfig) -> int:
 
 
 def _existing(path: Path) -> Path:
-    """The folder itself or the nearest one above it that is there."""
+    """The folder itself or the nearest thing above it that is there."""
     path = path.absolute()
-    while not path.is_dir():
+    while not os.path.lexists(path):
         path = path.parent
     return path
 

@@ -74,6 +74,8 @@ def run(cfg: RunConfig, groups: Groups) -> int:
             with whole_parameters(engine), monitor.pause("checkpoint_seconds"):
                 saver.save(state)
 
+        if state.step >= total:
+            monitor.say(f"There is nothing to do: the budget of {total} steps is spent, and {state.step} are done.")
         asked, unchecked = 0, True
         while state.step < total:
             step, batch = state.step + 1, batch_at(cfg, state.sequences)
@@ -146,7 +148,12 @@ def run(cfg: RunConfig, groups: Groups) -> int:
             save()
         saver.wait()
         if asked:
-            monitor.say(f"Stopped by {stopping.words(asked)} after step {state.step}; it is saved.")
+            what = (
+                f"after step {state.step}; it is saved"
+                if state.step
+                else "before the first step; there is nothing to save"
+            )
+            monitor.say(f"Stopped by {stopping.words(asked)} {what}.")
             if asked == stopping.STOP_FILE:
                 on_first_rank(stop.clear)
         return stopping.EXIT_CODES.get(asked, 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 from megaponder.config import launcher
@@ -24,10 +26,13 @@ IDENTITY = (
 )  # fmt: skip
 """Fields that must be those of the checkpoint: with others its weights would mean something else."""
 WATCHED = (
-    "data.train", "data.split", "data.sequence_length", "data.shuffle_seed", "ponder.options", "model.norm_eps",
-    "model.embedding_scale",
+    "data.train", "data.valid", "data.split", "data.sequence_length", "data.shuffle_seed", "data.loss_mask",
+    "data.eod_id", "ponder.options", "model.norm_eps", "model.embedding_scale", "precision.dtype", "precision.fp8",
+    "train.steps", "train.seed", "train.global_batch", "train.batch_rampup", "optimizer", "schedule",
 )  # fmt: skip
-"""Fields that may change between two parts of a run, but hardly by accident."""
+"""Fields and sections that may change between two parts of a run, but hardly by accident."""
+MEANING = ("model.norm_eps", "model.embedding_scale")
+"""Those that matter for weights alone."""
 
 
 def complete(cfg: RunConfig) -> RunConfig:
@@ -59,19 +64,31 @@ def value_of(cfg: RunConfig, name: str) -> object:
     return value
 
 
-def refuse_other_model(cfg: RunConfig, checkpoint: Path) -> list[str]:
-    """ConfigError if the checkpoint is of another model; returns warnings."""
+def refuse_other_model(cfg: RunConfig, checkpoint: Path, weights_only: bool = False) -> list[str]:
+    """ConfigError if the checkpoint is of another model; returns warnings.
+
+    Weights alone may go to another method and another padding of the vocabulary.
+    """
     saved = load_config(checkpoint / "config.yaml", [])
     for name in IDENTITY:
         now, then = value_of(cfg, name), value_of(saved, name)
-        if now != then:
+        if now != then and not (weights_only and name in ("ponder.method", "model.vocab_multiple")):
             rule = f"checkpoint {checkpoint} was trained with {then!r}"
-            raise ConfigError(name, now, rule, "use that, or a new run folder")
+            raise ConfigError(name, now, rule, "use that" if weights_only else "use that, or a new run folder")
     return [
-        f"Warning: {name} was {value_of(saved, name)!r} up to this checkpoint and is {value_of(cfg, name)!r} from here."
-        for name in WATCHED
-        if value_of(cfg, name) != value_of(saved, name)
+        f"Warning: {name} was {then!r} up to this checkpoint and is {now!r} from here."
+        for watched in (MEANING if weights_only else WATCHED)
+        for name, then, now in _changes(watched, value_of(saved, watched), value_of(cfg, watched))
     ]
+
+
+def _changes(name: str, then: object, now: object) -> Iterator[tuple[str, object, object]]:
+    """(field, old value, new value) of a field, or of each field of a section, that has changed."""
+    if is_dataclass(then):
+        for field in fields(then):
+            yield from _changes(f"{name}.{field.name}", getattr(then, field.name), getattr(now, field.name))
+    elif then != now:
+        yield name, then, now
 
 
 def costs(cfg: RunConfig, method: Method, devices: int) -> Costs:

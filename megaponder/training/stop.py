@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megaponder.config import launcher
 from megaponder.errors import REQUEUE
+from megaponder.training import early
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -47,6 +48,7 @@ class StopFlag:
 
     def __enter__(self) -> StopFlag:
         self._before = {number: signal.signal(number, self._catch) for number in SIGNALS}
+        self.caught = self.caught or early.caught()
         return self
 
     def __exit__(self, *_: object) -> None:

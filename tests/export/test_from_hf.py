@@ -132,7 +132,7 @@ def loss_at_layout(checkpoint: Path, tensor: int, pipeline: int) -> float:
 
     cfg = load_config(checkpoint / CONFIG, ["--parallel.tensor", str(tensor), "--parallel.pipeline", str(pipeline)])
     engine = build_engine(cfg, method_of(cfg), groups.init(cfg))
-    assert load(checkpoint, engine.stage) == []
+    assert load(checkpoint, engine.stage) == ([], [])
     text = torch.randint(77, (2, 18), generator=torch.Generator().manual_seed(3)).numpy()
     return engine.forward_backward([make_micro_batch(text, "plain", None)] * 2, 0, train=False).loss
 

@@ -108,6 +108,13 @@ def test_signals_reach_the_ranks(fakes: Path, number: int, want: int) -> None:
     assert process.wait(timeout=30) == want, process.stderr.read()  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(("number", "want"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_ranks_that_a_signal_kills_before_they_listen(fakes: Path, number: int, want: int) -> None:
+    process = begun(SCRIPTS[0], fakes, "trap 'exit 1' TERM INT")
+    process.send_signal(number)
+    assert process.wait(timeout=30) == want
+
+
 def test_torchrun_survives_usr1(fakes: Path) -> None:
     process = begun(SCRIPTS[0], fakes, "kill -USR1 $$")
     process.send_signal(signal.SIGUSR1)

@@ -187,6 +187,14 @@ def one_process(root: str, data: str) -> dict[str, Any]:
     job("stop-file")
     _in_training(_full_disk, {5})
     job("full-disk")
+
+    def long_metrics(engine: Any, step: int, out: Any) -> Any:
+        with Path(root, "full-metrics", "metrics.jsonl").open("a") as file:
+            file.write("\n" * 200_000)
+        return _full_disk(engine, step, out)
+
+    _in_training(long_metrics, {5})
+    job("full-metrics", checkpoint__every=0)
     return results
 
 

@@ -116,8 +116,12 @@ def test_the_stop_file_saves_and_is_removed(base: Base, one: Any) -> None:
 
 def test_a_full_disk_is_a_sentence(base: Base, one: Any) -> None:
     assert "The checkpoint could not be written to" in one[0]["full-disk"], one
-    assert "earlier ones are whole" in one[0]["full-disk"] and "Traceback" not in one[1]["full-disk"]
+    assert "earlier ones, if any, are whole" in one[0]["full-disk"] and "Traceback" not in one[1]["full-disk"]
+    assert " GB are free there" in one[0]["full-disk"]
     assert steps(base.root / "one" / "full-disk") == [3]
+    metrics = base.root / "one" / "full-metrics" / "metrics.jsonl"
+    assert one[0]["full-metrics"].startswith(f"{metrics} could not be written to (File too large)")
+    assert "Traceback" not in one[1]["full-metrics"]
 
 
 @pytest.fixture(scope="module")

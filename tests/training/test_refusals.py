@@ -42,6 +42,12 @@ def test_sentences_of_resuming(base: Base):
         job("load", **vanilla),
         job("load-other", model__num_layers=3, checkpoint__load=checkpoint),
         job("untied", model__tie_embeddings=False, checkpoint__load=checkpoint),
+        job(
+            "gates",
+            ponder__method="adaponderlm",
+            ponder__options={"steps": 2, "gate_width": 4},
+            checkpoint__load=checkpoint,
+        ),
     ]
     (found,), output = run("refusals", 1, jobs=jobs)
     assert "is whole" in found[0] and "CRC-32 differs" in found[0] and "move them away" in found[0]
@@ -51,10 +57,32 @@ def test_sentences_of_resuming(base: Base):
     assert found[4] == "" and "Warning: data.sequence_length was 16" in output
     assert found[5].startswith("checkpoint.load = ")
     assert found[6] == "" and f"Starting from the weights of {checkpoint}." in output
-    assert "has no tensor decoder.layers.2" in found[7]
-    assert "has no tensor output_layer.weight" in found[8]
+    assert found[7].startswith("model.num_layers = 3") and found[7].endswith("was trained with 2; use that.")
+    assert found[8].startswith("model.tie_embeddings = False") and found[9] == ""
+    _other_options(base, checkpoint)
     for name in ("all-damaged", "never"):
         assert folder.published(base.root / name / "checkpoints"), "nothing that existed was touched"
+
+
+def _other_options(base: Base, checkpoint: str) -> None:
+    """Gates of another shape or number: refused where a run goes on, told where weights are taken."""
+    gates = base.root / "gates"
+    again = {"run": str(gates), "data": base.data, "train__steps": 4, "ponder__method": "adaponderlm"}
+    fresh = {"data": base.data, "train__steps": 1, "checkpoint__load": str(gates)}
+    jobs = [
+        again | {"ponder__options": {"steps": 2, "gate_width": 2}},
+        again | {"ponder__options": {"steps": 1, "gate_width": 4}},
+        again | {"ponder__options": {"steps": 3, "gate_width": 4}},
+        fresh | {"run": str(base.root / "narrow"), "ponder__method": "adaponderlm"}
+        | {"ponder__options": {"steps": 2, "gate_width": 2}},
+        fresh | {"run": str(base.root / "gateless")},
+    ]  # fmt: skip
+    (found,), output = run("refusals", 1, jobs=jobs)
+    for shape in (found[0], found[3]):
+        assert "has tensor method_modules.gates" in shape and "where this model has" in shape
+    assert "has tensor method_modules.gates.1" in found[1] and "no place for" in found[1]
+    assert "has no tensor method_modules.gates.2" in found[2]
+    assert found[4] == "" and "; left out, since loop has no place for them: method_modules.gates" in output
 
 
 def test_nan_stops_the_run_and_leaves_checkpoints_alone(base: Base):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import signal
 import time
 
@@ -14,6 +15,7 @@ from megaponder.checkpoint import folder, manifest, stored
 from megaponder.checkpoint.weights import load_weights
 from tests.distributed import Workers
 from tests.tolerance import ATOL, RTOL
+from tests.training import datasets
 from tests.training.conftest import HERE, Base, run
 
 SERIES = ("loss", "grad_norm", "validation_loss", "learning_rate", "sequences", "tokens")
@@ -185,6 +187,23 @@ def test_kill_9_at_any_moment_loses_no_whole_checkpoint(base: Base, world: int):
     run("run_train", world, **job)
     assert reached > 0
     assert_overlays(base, name, exact=world == 1)
+
+
+def test_a_dataset_that_was_replaced_is_told(base: Base):
+    job = base.copy("replaced")
+    data = base.root / "replaced-data"
+    data.mkdir()
+    for path in [*base.root.glob("train.*"), *base.root.glob("valid.*")]:
+        shutil.copy(path, data)
+    job |= {"data": str(data), "checkpoint__every": 0}
+    _, output = run("run_train", 1, **job | {"train__steps": 4})
+    assert "another one than" not in output and "Warning: data.train was" in output  # another path
+    datasets.write(data / "train", tokens=12 * 16 + 1, seed=9)
+    _, output = run("run_train", 1, **job | {"train__steps": 5})
+    assert f"Warning: the dataset {data}/train is another one than up to this checkpoint" in output
+    assert f"dataset {data}/valid" not in output and "Warning: train.steps was 4 up to this checkpoint" in output
+    _, output = run("run_train", 1, **job | {"train__steps": 5})
+    assert "There is nothing to do: the budget of 5 steps is spent, and 5 are done." in output
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

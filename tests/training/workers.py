@@ -117,7 +117,7 @@ def weights_of(checkpoint: str, **job: Any) -> dict[str, Any]:
     from megaponder.ponder.settings import method_of
 
     engine = build_engine(cfg, method_of(cfg), groups)
-    assert restore.load(Path(checkpoint), engine.stage) == []
+    assert restore.load(Path(checkpoint), engine.stage) == ([], [])
     return {n: t.clone() for n, t in engine.stage.state_dict().items() if t is not None}
 
 
