@@ -50,7 +50,12 @@ class RunLock:
 
     def acquire(self) -> None:
         """Take the lock; UserError if a live job has it."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"run = {str(self.path.parent)!r}: this folder cannot be made ({error.strerror}); name another one."
+            ) from error
         with FileLock(str(self.path) + ".guard"):  # two jobs must not both judge the same dead owner
             while not self._create():
                 if (taken := self.holder()) is not None:

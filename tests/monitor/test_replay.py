@@ -49,3 +49,10 @@ def test_wandb_offline_keeps_the_runs_id(run: Path, monkeypatch: pytest.MonkeyPa
 def test_a_start_is_counted_and_the_id_stays(run: Path) -> None:
     first = (run / "run_id").read_text().strip()
     assert identity.start(run) == identity.Identity(first, 1) and identity.start(run).restarts == 2
+
+
+def test_a_place_that_cannot_be_written_to(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "tensorboard").write_text("a file, where a folder is to be")
+    assert main(["replay", str(run), "--tensorboard"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and str(run / "tensorboard") in said and "Traceback" not in said

@@ -88,6 +88,12 @@ def test_a_requeued_job_takes_its_own_lock(tmp_path, monkeypatch):
     lock.release()
 
 
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"run = '.*file/run': this folder cannot be made \(Not a directory\)"):
+        RunLock(tmp_path / "file" / "run").acquire()
+
+
 def test_a_half_written_lock_is_replaced(tmp_path):
     (tmp_path / "lock.json").write_text('{"pid": 1')
     lock = RunLock(tmp_path)
