@@ -82,6 +82,13 @@ def test_a_lone_broken_line_does_not_spoil_the_first_row(tmp_path):
     assert [r["step"] for r in jsonl.read(tmp_path / jsonl.NAME)] == [1]
 
 
+def test_lines_that_are_no_rows_are_left_out(tmp_path):
+    whole = json.dumps(rows([1])[0].flat())
+    (tmp_path / jsonl.NAME).write_text(f'[1]\n"text"\n{{"loss": 2.0}}\n{{"step": "1"}}\n{whole}\n')
+    assert [r["step"] for r in jsonl.of_run(tmp_path)] == [1]
+    assert jsonl.rewind(tmp_path, 1) == 0 and (tmp_path / jsonl.NAME).read_text() == f"{whole}\n"
+
+
 def monitor(tmp_path, logs: bool = True, **logging) -> Monitor:
     cfg = RunConfig(run=str(tmp_path), train=TrainConfig(steps=10), logging=LoggingConfig(**logging))
     return Monitor(cfg, 10, Costs(1.0, 1.0, 1, None), logs)
