@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from megaponder.monitor.jsonl import read
-from tests.distributed import Workers
+from tests.distributed import Workers, free_port
 from tests.tolerance import ATOL, RTOL
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,6 +63,30 @@ def typed(folder: str, words: list[str]) -> int:
     return main(words)
 
 
+def two_nodes(folder: Path, *words: str) -> str:
+    """What `launch/torchrun.sh` prints on two nodes of one process each, which meet on this machine."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    shared = os.environ | {
+        "PATH": path, "PYTHONPATH": str(ROOT), "NNODES": "2", "NPROC": "1", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }  # fmt: skip
+    script = ["bash", str(ROOT / "launch" / "torchrun.sh"), *words]
+    nodes = [
+        subprocess.Popen(
+            script, cwd=folder, env=shared | {"NODE_RANK": str(n)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for n in range(2)
+    ]  # fmt: skip
+    try:
+        printed = [node.communicate(timeout=600)[0] for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [node.returncode for node in nodes] == [0, 0], printed
+    return "".join(printed)
+
+
 def test_two_processes_give_the_series_of_one(tmp_path: Path) -> None:
     dice = random.Random(5)
     texts = [" ".join(dice.choices(WORDS, k=40)) for _ in range(40)]
@@ -77,9 +101,10 @@ def test_two_processes_give_the_series_of_one(tmp_path: Path) -> None:
     printed = [
         python(tmp_path, *TORCHRUN, "megaponder", *train, "pp2", "--parallel.pipeline", "2"),
         command(tmp_path, 2, *train, "tp2", "--parallel.tensor", "2"),
+        two_nodes(tmp_path, "run.yaml", "--run", "nodes", "--parallel.pipeline", "2"),
     ]
 
-    one, *others = (read(tmp_path / name / "metrics.jsonl") for name in ("one", "pp2", "tp2"))
+    one, *others = (read(tmp_path / name / "metrics.jsonl") for name in ("one", "pp2", "tp2", "nodes"))
     assert [row["step"] for row in one] == [1, 2, 3, 4] and one[3]["loss"] < one[0]["loss"]
     for rows in others:
         for key in ("loss", "grad_norm", "validation_loss", "learning_rate"):
