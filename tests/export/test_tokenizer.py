@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,8 @@ def test_bytes(tmp_path: Path) -> None:
 
 def test_sentencepiece(tmp_path: Path) -> None:
     pytest.importorskip("google.protobuf")
+    if sys.version_info < (3, 11):
+        pytest.skip("the last transformers for Python 3.10 reads SentencePiece models wrongly: the export refuses them")
     import sentencepiece
 
     for kind in ("bpe", "unigram"):
