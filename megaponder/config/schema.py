@@ -139,7 +139,7 @@ class PrecisionConfig:
     grad_accum_fusion: bool | Literal["auto"] = "auto"
     """GEMMs add weight gradients to the FP32 buffers; auto: where Transformer Engine or NVIDIA apex's kernel exists."""
     cuda_graphs: bool | Literal["auto"] = "auto"
-    """Capture passes as CUDA graphs; auto: on a GPU, without overlapped reduction or gathering."""
+    """Capture passes as CUDA graphs; auto: on a GPU where they fit, without overlapped reduction or gathering."""
 
 
 @dataclass

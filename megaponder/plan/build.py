@@ -11,7 +11,7 @@ from megaponder.config.gpus import Gpu
 from megaponder.config.rules.layout import choose_group
 from megaponder.config.schema import RunConfig
 from megaponder.plan.flops import StepFlops, mean_executed, mean_needed, step_flops
-from megaponder.plan.memory import Memory, rank_memory
+from megaponder.plan.memory import GIB, Memory, rank_memory, settle_graphs
 from megaponder.plan.parameters import Parameters, model_parameters, rank_parameters
 from megaponder.plan.time import Estimate, estimate
 
@@ -51,6 +51,8 @@ class Plan:
     mfu: float
     peak_tflops: float
     gpu_memory_gib: float | None
+    gives_graphs_up: bool
+    """Captured passes would not fit, and `precision.cuda_graphs: auto` leaves them out."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -79,6 +81,9 @@ def build_plan(cfg: RunConfig, method: Any, facts: MethodFacts, world_size: int,
     )
     te = cfg.precision.implementation != "local"
     stages = range(par.pipeline)
+    settled = cfg
+    if te and gpu.memory_gib is not None:
+        settled = settle_graphs(cfg, facts, passes, world_size, gpu.memory_gib * GIB, own)
     peak = cfg.logging.peak_tflops or gpu.bf16_tflops
     return Plan(
         layout=Layout(
@@ -96,10 +101,11 @@ def build_plan(cfg: RunConfig, method: Any, facts: MethodFacts, world_size: int,
         flops=step_flops(cfg, method),
         needed=mean_needed(cfg, method),
         executed=mean_executed(cfg, method),
-        stages=tuple(rank_memory(cfg, facts, passes, world_size, stage, own, te) for stage in stages),
+        stages=tuple(rank_memory(settled, facts, passes, world_size, stage, own, te) for stage in stages),
         stage_parameters=tuple(rank_parameters(cfg, facts, stage, own).total for stage in stages),
         estimate=estimate(cfg, method, world_size, mfu, peak),
         mfu=mfu,
         peak_tflops=peak,
         gpu_memory_gib=gpu.memory_gib,
+        gives_graphs_up=settled is not cfg,
     )

@@ -8,7 +8,7 @@ tensors that autograd really saves); not counted are fragmentation and short-liv
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from megaponder.config import budget
 from megaponder.config.facts import MethodFacts, PassLike
@@ -129,6 +129,20 @@ def rank_memory(
         activations=int(activations),
         vocabulary=int(vocabulary),
     )
+
+
+def settle_graphs(
+    cfg: RunConfig, facts: MethodFacts, passes: Sequence[PassLike], world_size: int, gpu_bytes: float,
+    method_parameters: int = 0,
+) -> RunConfig:  # fmt: skip
+    """`precision.cuda_graphs: auto` as false where captured passes do not fit on each stage's GPU but eager ones do."""
+    eager = replace(cfg, precision=replace(cfg.precision, cuda_graphs=False))
+
+    def worst(one: RunConfig) -> int:
+        stages = range(cfg.parallel.pipeline)
+        return max(rank_memory(one, facts, passes, world_size, s, method_parameters, te=True).total for s in stages)
+
+    return eager if cfg.precision.cuda_graphs == "auto" and worst(eager) <= gpu_bytes < worst(cfg) else cfg
 
 
 def layer_input(cfg: RunConfig, rows: int) -> float:

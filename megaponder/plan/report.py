@@ -134,7 +134,10 @@ def print_plan(cfg: RunConfig, plan: Plan, console: Console) -> None:
     if plan.gpu_memory_gib is not None:
         fits = worst <= plan.gpu_memory_gib
         verdict = "fits" if fits else "[bold red]does not fit[/bold red]: try recompute, more tensor or pipeline ranks"
-        console.print(f"the fullest GPU needs {worst:.1f} of {plan.gpu_memory_gib:.1f} GiB: {verdict}", end="\n\n")
+        eager = " with passes that are not captured as CUDA graphs" if plan.gives_graphs_up else ""
+        console.print(
+            f"the fullest GPU needs {worst:.1f} of {plan.gpu_memory_gib:.1f} GiB{eager}: {verdict}", end="\n\n"
+        )
     table = _table(f"Time at {plan.mfu:.0%} MFU of {plan.peak_tflops:g} TFLOP/s (BF16 peak)", "", "")
     table.show_header = False
     table.columns[1].justify = "left"

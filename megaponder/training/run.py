@@ -48,7 +48,8 @@ def run(cfg: RunConfig, groups: Groups) -> int:
         stack.enter_context(own_run(folder))
         heartbeat = stack.enter_context(Heartbeat(folder, *setup.patience(cfg)))
         method = method_of(cfg)
-        engine = build_engine(cfg, method, groups)
+        built = setup.graphs_that_fit(cfg, method, groups.device, groups.world_size)
+        engine = build_engine(built, method, groups)
         optimizer = build_optimizer(cfg, engine.ddp)
         schedule = build_schedule(cfg.schedule, cfg.optimizer, total)
         monitor = Monitor(cfg, total, setup.costs(cfg, method, groups.world_size), groups.logs())
@@ -64,7 +65,11 @@ def run(cfg: RunConfig, groups: Groups) -> int:
         who = on_first_rank(lambda: identity.start(folder))
         monitor.start(state.step, state.tokens, who)
         pondered = Pondered(cfg, state.step, groups.logs())
-        monitor.say(implementations(cfg))
+        monitor.say(implementations(built))
+        if built is not cfg:
+            monitor.say(
+                "Captured passes would not fit in this GPU's memory by the plan; cuda_graphs: true insists on them."
+            )
         if method_only(cfg, state.step + 1):
             last, name = cfg.train.method_only_steps, cfg.ponder.method
             monitor.say(f"Up to step {last} only the parameters of {name} itself change, then all of them.")

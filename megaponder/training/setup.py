@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megaponder.config import launcher
 from megaponder.config.facts import facts_of
@@ -18,6 +19,9 @@ from megaponder.data.check import check_data, fill_from_data
 from megaponder.errors import ConfigError
 from megaponder.monitor.throughput import Costs
 from megaponder.ponder.base import Method
+
+if TYPE_CHECKING:
+    import torch
 
 IDENTITY = (
     "model.family", "model.num_layers", "model.hidden_size", "model.num_heads", "model.num_kv_heads", "model.ffn_size",
@@ -104,6 +108,18 @@ def costs(cfg: RunConfig, method: Method, devices: int) -> Costs:
     needed, executed = flops.mean_needed(cfg, method), flops.mean_executed(cfg, method)
     by_pass = tuple(p.total for p in flops.step_flops(cfg, method).passes) if method.skips else ()
     return Costs(needed, executed, devices, peak, by_pass)
+
+
+def graphs_that_fit(cfg: RunConfig, method: Method, device: torch.device, world_size: int) -> RunConfig:
+    """With `precision.cuda_graphs: auto` as false where the plan says that captured passes do not fit on this GPU."""
+    import torch
+
+    if device.type != "cuda":
+        return cfg
+    from megaponder.plan.memory import settle_graphs
+
+    room = torch.cuda.get_device_properties(device).total_memory
+    return settle_graphs(cfg, facts_of(method, 1), method.passes(cfg.train.seed, 0), world_size, room)
 
 
 def write_config(cfg: RunConfig) -> None:

@@ -10,7 +10,7 @@ from megaponder.config.facts import MethodFacts, facts_of
 from megaponder.config.load import from_mapping
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import RunConfig
-from megaponder.plan.memory import Memory, layer_activations, layer_input, rank_memory
+from megaponder.plan.memory import Memory, layer_activations, layer_input, rank_memory, settle_graphs
 from megaponder.ponder.settings import method_of
 from tests.distributed import run_workers
 
@@ -163,6 +163,21 @@ def test_layouts_move_memory_where_they_should() -> None:
     assert graphs.activations == pytest.approx(first.activations * 24 / 19)  # places against passes in flight
     for world in (64, 4096):  # a plan of thousands of GPUs is arithmetic
         assert memory(big(pipeline=4, distributed_optimizer=True), world).total > 0
+
+
+def test_auto_leaves_graphs_out_where_they_do_not_fit() -> None:
+    cfg = big(pipeline=4)
+    method = method_of(cfg)
+    facts, passes = facts_of(method), method.passes(0, 0)
+    captured = max(memory(cfg, 64, s).total for s in range(4))
+    eager = settle_graphs(cfg, facts, passes, 64, captured - 1)
+    assert eager.precision.cuda_graphs is False and cfg.precision.cuda_graphs == "auto"
+    assert settle_graphs(cfg, facts, passes, 64, captured) is cfg
+    least = max(memory(eager, 64, s).total for s in range(4))
+    assert settle_graphs(cfg, facts, passes, 64, least).precision.cuda_graphs is False
+    assert settle_graphs(cfg, facts, passes, 64, least - 1) is cfg, "neither fits: the plan says so"
+    cfg.precision.cuda_graphs = True
+    assert settle_graphs(cfg, facts, passes, 64, least) is cfg
 
 
 def test_in_flight_passes_drive_the_mixture_memory() -> None:
