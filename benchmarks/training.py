@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import statistics
 import time
@@ -168,9 +169,8 @@ def batches(row: Row, micro_batches: int, draw: torch.Generator) -> list[Any]:
 
 def ours(row: Row, micro_batches: int) -> tuple[Callable[[int], float], dict[str, Any]]:
     """A function that takes training steps of this system, and what is known of the row."""
-    from megaponder.config.facts import facts_of
     from megaponder.engine import build, groups
-    from megaponder.plan import flops, memory
+    from megaponder.plan import flops
     from megaponder.ponder.settings import method_of
     from megaponder.training.optimizer import build_optimizer
     from megaponder.training.step import optimizer_step
@@ -195,13 +195,31 @@ def ours(row: Row, micro_batches: int) -> tuple[Callable[[int], float], dict[str
     needed, executed = flops.mean_needed(cfg, method), flops.mean_executed(cfg, method)
     if method.skips and row.halted is not None:
         parts = [p.total for p in flops.step_flops(cfg, method).passes]
-        active = [1.0] + [1.0 - row.halted * len(parts) / (len(parts) - 1)] * (len(parts) - 1)
-        needed = 3 * sum(a * f for a, f in zip(active, parts, strict=True))
-    expected = memory.rank_memory(
-        cfg, facts_of(method, 1), method.passes(cfg.train.seed, 0), place.world_size, place.pp_rank, te=True
-    )
-    facts = {"needed": needed, "executed": executed, "planned_gib": expected.total / 2**30, "engine": engine}
-    return step, facts
+        needed = 3 * sum(a * f for a, f in zip(active_shares(row, len(parts)), parts, strict=True))
+    planned = planned_gib(row, cfg, place.world_size, place.pp_rank)
+    return step, {"needed": needed, "executed": executed, "planned_gib": planned, "engine": engine}
+
+
+def active_shares(row: Row, passes: int) -> list[float]:
+    """Share of tokens that go into each pass: all into the first, equally many into the others."""
+    return [1.0] + [1.0 - (row.halted or 0.0) * passes / (passes - 1)] * (passes - 1)
+
+
+def planned_gib(row: Row, cfg: RunConfig, world_size: int, stage: int) -> float:
+    """What `plan` expects of a GPU of that stage; where halted tokens are skipped, with the row's share of them."""
+    from megaponder.config.facts import facts_of
+    from megaponder.engine.rows import places_for
+    from megaponder.plan import memory
+    from megaponder.ponder.settings import method_of
+
+    method = method_of(cfg)
+    passes = method.passes(cfg.train.seed, 0)
+    computed = None
+    if row.skip:
+        shares = active_shares(row, len(passes))
+        computed = [places_for(math.ceil(share * LENGTH), LENGTH) / LENGTH for share in shares]
+    expected = memory.rank_memory(cfg, facts_of(method, 1), passes, world_size, stage, te=True, active=computed)
+    return expected.total / memory.GIB
 
 
 def _quick_weights(stage: torch.nn.Module, **_: Any) -> None:

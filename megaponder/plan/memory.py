@@ -47,20 +47,25 @@ def element_bytes(cfg: RunConfig) -> int:
     return 2 if cfg.precision.dtype == "bf16" else 4
 
 
-def layer_activations(cfg: RunConfig, rows: int, te: bool = False) -> float:
+def layer_activations(cfg: RunConfig, rows: int, te: bool = False, active: float = 1.0) -> float:
     """Bytes that one layer keeps for its backward pass, for `rows` rows (sequences x tokens x slots) on one rank.
 
-    Without recompute; a layer that is recomputed keeps its input (`layer_input`).
+    Without recompute; a layer that is recomputed keeps its input (`layer_input`).  Where a gathered pass computes only
+    a share `active` of the rows, attention still keeps all of them, and its active outputs once more.
     """
     model, e, tp = cfg.model, element_bytes(cfg), cfg.parallel.tensor
     assert model.hidden_size and model.num_heads and model.ffn_size
     # SwiGLU keeps its two inputs, an activation its one; the linear layer after it keeps the output
     split = _attention_elements(model) + (3 if model.family == "llama" else 2) * model.ffn_size
     log_sums = 4 * model.num_heads  # FP32, of the fused attention
-    norms, inner = _norm_bytes(cfg, te), split * e + log_sums
+    norms, inner = _norm_bytes(cfg, te), float(split * e + log_sums)
     if cfg.precision.fp8 != "none":  # what a linear layer reads is kept in FP8; attention's output in both formats
         norms -= 2 * model.hidden_size * (e - 1)
         inner -= model.ffn_size * (e - 1) - model.hidden_size
+    if active < 1.0:
+        attention = 4 * model.hidden_size * e
+        inner = attention + active * (inner - attention + model.hidden_size * e)
+        norms *= active
     return rows * (norms / _sequence_shards(cfg) + inner / tp)
 
 
@@ -87,9 +92,12 @@ def _attention_elements(model: ModelConfig) -> int:
 
 def rank_memory(
     cfg: RunConfig, facts: MethodFacts, passes: Sequence[PassLike], world_size: int, stage: int,
-    method_parameters: int = 0, te: bool = False,
+    method_parameters: int = 0, te: bool = False, active: Sequence[float] | None = None,
 ) -> Memory:  # fmt: skip
-    """Memory of a rank of pipeline stage `stage`; the configuration is resolved, its vocabulary known and legal."""
+    """Memory of a rank of pipeline stage `stage`; the configuration is resolved, its vocabulary known and legal.
+
+    `active`: the share of rows that each pass computes where halted tokens are skipped; without it nobody has halted.
+    """
     par, model, e = cfg.parallel, cfg.model, element_bytes(cfg)
     assert model.num_layers and model.hidden_size
     dp = max(1, world_size // (par.tensor * par.pipeline))
@@ -102,9 +110,10 @@ def rank_memory(
     tokens = cfg.train.micro_batch * cfg.data.sequence_length
     layers = model.num_layers // par.pipeline
     per_pass = []
-    for p in passes:
+    for p, share in zip(passes, active or [1.0] * len(passes), strict=True):
         read = stage == par.pipeline - 1 and (p.last or facts.mixes_vocabulary)
-        per_pass.append(_pass_activations(cfg, tokens * p.slots, layers, recomputed_layers(cfg, p.index), te, read))
+        recomputed = recomputed_layers(cfg, p.index)
+        per_pass.append(_pass_activations(cfg, tokens * p.slots, layers, recomputed, te, read, share))
     if facts.keeps_kv:
         per_pass = [
             a + (0 if p.last else layers * _kept(cfg, tokens * p.slots, te))
@@ -150,9 +159,11 @@ def layer_input(cfg: RunConfig, rows: int) -> float:
     return rows * (cfg.model.hidden_size or 0) * element_bytes(cfg) / _sequence_shards(cfg)
 
 
-def _pass_activations(cfg: RunConfig, rows: int, layers: int, recomputed: int, te: bool, read: bool) -> float:
+def _pass_activations(
+    cfg: RunConfig, rows: int, layers: int, recomputed: int, te: bool, read: bool, active: float
+) -> float:
     """One pass of one micro-batch through a stage: its layers, and the norm where rows are read."""
-    whole = (layers - recomputed) * layer_activations(cfg, rows, te) + recomputed * layer_input(cfg, rows)
+    whole = (layers - recomputed) * layer_activations(cfg, rows, te, active) + recomputed * layer_input(cfg, rows)
     if read:
         whole += rows * _norm_bytes(cfg, te) / 2 / _sequence_shards(cfg)
     return whole

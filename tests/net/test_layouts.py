@@ -15,16 +15,26 @@ from tests.tolerance import ATOL, RTOL
 REFERENCE = "one-batch1"
 
 
+class Results:
+    """layout -> case -> one result a rank; one launch for each world size, when first asked for."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+
+    def __getitem__(self, layout: str) -> dict[str, list[dict[str, Any]]]:
+        if layout not in self._found:
+            names = [n for n, other in LAYOUTS.items() if other.world == LAYOUTS[layout].world]
+            ranks = run_workers(
+                "tests.net.workers:run_layouts", LAYOUTS[layout].world, args={"layouts": names}, timeout=1800
+            )
+            for name in names:
+                self._found[name] = {case: [rank[name][case] for rank in ranks] for case in cases_of(LAYOUTS[name])}
+        return self._found[layout]
+
+
 @pytest.fixture(scope="module")
-def results() -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """layout -> case -> one result a rank; one launch for each world size."""
-    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for world in sorted({layout.world for layout in LAYOUTS.values()}):
-        names = [n for n, layout in LAYOUTS.items() if layout.world == world]
-        ranks = run_workers("tests.net.workers:run_layouts", world, args={"layouts": names}, timeout=1800)
-        for name in names:
-            found[name] = {case: [rank[name][case] for rank in ranks] for case in cases_of(LAYOUTS[name])}
-    return found
+def results() -> Results:
+    return Results()
 
 
 def _worst(ours: np.ndarray, reference: np.ndarray) -> float:
