@@ -120,6 +120,9 @@ def rank_memory(
             for a, p in zip(per_pass, passes, strict=True)
         ]
     activations = sum(per_pass) * flight / len(passes)
+    if _captured(cfg, te):  # each place has room of its own for what a layer's backward works with
+        largest = max(p.slots for p in passes) * tokens
+        activations += (flight - 1) * _working(cfg, largest)
     if par.recompute == "layer":  # the layer whose backward runs has all of its own
         activations += layer_activations(cfg, tokens * max(p.slots for p in passes), te)
 
@@ -152,6 +155,14 @@ def settle_graphs(
         return max(rank_memory(one, facts, passes, world_size, s, method_parameters, te=True).total for s in stages)
 
     return eager if cfg.precision.cuda_graphs == "auto" and worst(eager) <= gpu_bytes < worst(cfg) else cfg
+
+
+def _working(cfg: RunConfig, rows: int) -> float:
+    """Bytes that a layer's backward takes for a while: gradients inside the MLP, and of its input and output."""
+    model, e, tp = cfg.model, element_bytes(cfg), cfg.parallel.tensor
+    assert model.hidden_size and model.ffn_size
+    inner = (3 if model.family == "llama" else 2) * model.ffn_size
+    return rows * e * (inner / tp + 2 * model.hidden_size / _sequence_shards(cfg))
 
 
 def layer_input(cfg: RunConfig, rows: int) -> float:
