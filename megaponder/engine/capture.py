@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -144,18 +145,23 @@ class Captures:
         slot = microbatch % flight.micro_batches
         pool = (p.index, microbatch % flight.places[p.index])
         key = (shapes, places, slot, pool, where)
-        if key not in self._graphs:
-            try:
-                self._graphs[key] = self._capture(p, places, leaves, structure, slot, pool)
-            except RuntimeError as error:
-                self.failure = str(error).splitlines()[0]
-                warnings.warn(
-                    f"pass {p.index} cannot be captured, so passes run as they are: {self.failure}", stacklevel=2
-                )
-                return self._as_it_is(places, p, batch, incoming, state, step, tokens)
+        if key not in self._graphs and not self._captured(key, p, places, leaves, structure):
+            return self._as_it_is(places, p, batch, incoming, state, step, tokens)
         graphs = self._graphs[key]
         outputs = _Replay.apply(graphs, self._gradient, self._anchor, *inputs)
         return _from_tree(_pytree.tree_unflatten(list(outputs), graphs.structure), state)
+
+    def _captured(self, key: Any, p: Pass, places: int, leaves: Sequence[Tensor | None], structure: Tree) -> bool:
+        """Capture the pass; False, with a warning, where that cannot be done."""
+        *_, slot, pool, _ = key
+        try:
+            self._graphs[key] = self._capture(p, places, leaves, structure, slot, pool)
+        except RuntimeError as error:
+            # before PyTorch 2.13 a recomputed layer that an error left goes on catching what is saved until its frame ends
+            clear_frames(error.__traceback__)
+            self.failure = str(error).splitlines()[0]
+            warnings.warn(f"pass {p.index} cannot be captured, so passes run as they are: {self.failure}", stacklevel=3)
+        return not self.failure
 
     def _as_it_is(self, places: int, p: Pass, *rest: Any) -> Flow | Objective:
         self._stage.places = places

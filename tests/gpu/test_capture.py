@@ -75,9 +75,10 @@ def _compare(case: dict[str, Any], precision: str) -> None:
         assert len(set(got["losses"])) == len(got["losses"])  # weights and data change, and replays see it
 
 
-def test_what_cannot_be_captured_runs_as_it_is() -> None:
-    """A method that makes the host wait: the run goes on without graphs, with the same numbers, and says why."""
-    case = CASES["ponderlm"] | {"waits": True}
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_cannot_be_captured_runs_as_it_is(recompute: bool) -> None:
+    """A layer that makes the host wait: the run goes on without graphs, with the same numbers, and says why."""
+    case = CASES["ponderlm"] | {"waits": True, "recompute": recompute}
     got = run_workers("tests.gpu.workers:compare_capture", 1, args={"case": case, "precision": "fp32"})[0]
     assert got["graphs"] == 0 and got["failure"]
     assert max(got["gradient_errors"]) < PRECISIONS["fp32"]
