@@ -21,7 +21,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -152,13 +151,15 @@ class Captures:
         return _from_tree(_pytree.tree_unflatten(list(outputs), graphs.structure), state)
 
     def _captured(self, key: Any, p: Pass, places: int, leaves: Sequence[Tensor | None], structure: Tree) -> bool:
-        """Capture the pass; False, with a warning, where that cannot be done."""
+        """Capture the pass; False, with a warning, where that cannot be done.
+
+        A function of its own: before PyTorch 2.13 a recomputed layer that an error has left catches whatever is saved
+        next, until the error and its frames are gone.
+        """
         *_, slot, pool, _ = key
         try:
             self._graphs[key] = self._capture(p, places, leaves, structure, slot, pool)
         except RuntimeError as error:
-            # before PyTorch 2.13 a recomputed layer that an error left goes on catching what is saved until its frame ends
-            clear_frames(error.__traceback__)
             self.failure = str(error).splitlines()[0]
             warnings.warn(f"pass {p.index} cannot be captured, so passes run as they are: {self.failure}", stacklevel=3)
         return not self.failure
