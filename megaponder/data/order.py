@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from megaponder.data.cache import cached_arrays
 from megaponder.data.indexed import read_index
+from megaponder.errors import UserError
 
 _FORMAT = 1  # of the cached arrays; raise it when they change
 
@@ -106,10 +108,20 @@ class EpochGPTDataset(GPTDataset):
             config.path_to_cache,
             f"order-{key}",
             ("document", "sample", "shuffle"),
-            lambda: build_order(lengths, ids, config.sequence_length, epochs, config.random_seed),
+            lambda: self._order(lengths, ids, epochs),
             config.wait_seconds,
         )
         return arrays["document"], arrays["sample"], arrays["shuffle"]
+
+    def _order(self, lengths: np.ndarray, ids: np.ndarray, epochs: int) -> dict[str, np.ndarray]:
+        """`build_order`; UserError, before the work, for more epochs than this machine's memory can hold."""
+        held = epochs * len(ids) * 4 + self.num_samples * 16  # documents; where samples begin and their order
+        if held > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+            raise UserError(
+                f"train.steps asks for {self.num_samples:,} sequences of {self.dataset_path}, {epochs:,} epochs, whose "
+                f"order of {held / 2**30:,.0f} GiB does not fit in memory; train for fewer steps, or give more data."
+            )
+        return build_order(lengths, ids, self.config.sequence_length, epochs, self.config.random_seed)
 
     def __getitem__(self, idx: int) -> dict[str, np.ndarray]:
         text, _ = self._query_document_sample_shuffle_indices(int(idx))

@@ -23,12 +23,13 @@ SUPERSEDED = "metrics.superseded.jsonl"
 
 
 def read(path: Path, needs: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Rows of a file; a line that a kill has cut off is left out, as is one that lacks one of the integers `needs`."""
+    """Rows of a file; a line that a kill has cut off, or that is no text, is left out, as is one that lacks one of the
+    integers `needs`."""
     rows = []
-    for text in path.read_text().splitlines() if path.exists() else []:
+    for text in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
             row = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(row, dict) and all(isinstance(row.get(n), int) for n in needs):
             rows.append(row)

@@ -32,11 +32,11 @@ def si(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Days and h:mm:ss, or seconds with a decimal below a minute."""
+    """Days and h:mm:ss, seconds with a decimal below a minute, or more than 1,000 years."""
     if seconds < 60:
         return f"{seconds:.2g} s"
-    whole = timedelta(seconds=round(seconds))
-    return str(whole)
+    years = seconds / (365.25 * 86400)
+    return f"{years:.2g} years" if years > 1000 else str(timedelta(seconds=round(seconds)))
 
 
 def _table(title: str, *columns: str) -> Table:

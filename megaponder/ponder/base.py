@@ -255,6 +255,12 @@ class Method:
         return 0.0
 
 
+MOST_PASSES = 1000
+"""What an option that counts passes or slots may ask for; a plan of more only exhausts the host."""
+PASS_COUNTS = ("steps", "extra_passes", "latents", "jacobi", "jacobi_from", "jacobi_to", "pauses")
+"""Those options."""
+
+
 def parse_options(cls: type[Method], values: Mapping[str, Any]) -> Any:
     """Options of a method from the config's mapping; unknown names and wrong types are ConfigErrors."""
     known = {f.name: f for f in fields(cls.Options)}
@@ -275,6 +281,9 @@ def parse_options(cls: type[Method], values: Mapping[str, Any]) -> Any:
                 f"it must be of type {want.__name__}",
                 f"the default is {getattr(defaults, name)!r}",
             )
+        most = MOST_PASSES if name in PASS_COUNTS else 2**31 - 1
+        if type(value) is int and value > most:
+            raise ConfigError(f"ponder.options.{name}", value, f"it must be at most {most:,}", f"the nearest is {most}")
     return cls.Options(**values)
 
 

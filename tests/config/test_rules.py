@@ -68,6 +68,9 @@ BROKEN: list[Broken] = [
     broken("faults.rollback_after", "no fault leads to a skipped step", faults__rollback_after=3),
     broken("faults.skip_data", "only after going back", faults__skip_data=True, faults__spike="skip"),
     broken("faults.hang_minutes", "less than parallel.timeout_minutes = 10; half", faults__hang_minutes=10.0),
+    broken("model.hidden_size", "at most 2,147,483,647", model__hidden_size=10**21),
+    broken("train.steps", "at most 2,147,483,647", train__steps=10**20),
+    broken("parallel.timeout_minutes", "at most 1e+06", parallel__timeout_minutes=1e300),
     broken("optimizer.lr", "more than 0", optimizer__lr=0.0),
     broken("optimizer.lr", "at most 1", optimizer__lr=3.0),
     broken("optimizer.beta2", "less than 1", optimizer__beta2=1.0),
@@ -304,3 +307,14 @@ def test_facts_of_a_method() -> None:
     shape = Shape("llama", 2, 8)
     own = {name: facts_of(build_method(name, {}, shape)).has_parameters for name in ("ponderlm", "adaponderlm")}
     assert own == {"ponderlm": False, "adaponderlm": True}
+
+
+def test_a_file_where_checkpoints_go_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(ConfigError, match="no checkpoint could be saved"):
+        check(config(run=str(tmp_path)), PASSES4, 1)
+
+
+def test_options_that_count_passes_are_bounded() -> None:
+    with pytest.raises(ConfigError, match="at most 1,000"):
+        build_method("ponderlm", {"steps": 10**11}, Shape("llama", 2, 64))

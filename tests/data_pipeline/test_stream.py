@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megaponder.config.schema import RunConfig
 from megaponder.data.batch import MicroBatch
-from megaponder.data.order import epochs_for, samples_in
+from megaponder.data.order import EpochGPTDataset, epochs_for, samples_in
 from megaponder.data.stream import SampleStream, build_streams
 from megaponder.errors import ConfigError, UserError
 from tests.data_pipeline.make import config, random_documents, write_documents
@@ -246,3 +246,10 @@ def test_a_blend_of_hundreds_of_sources(tmp_path: Path) -> None:
     found = Counter(row[0] for row in rows(streams.train, 0, count))
     for number, share in enumerate(weights / weights.sum()):
         assert abs(found[number] - share * count) < 2, number
+
+
+def test_an_order_that_does_not_fit_in_memory_is_refused_before_the_work() -> None:
+    dataset = object.__new__(EpochGPTDataset)
+    dataset.num_samples, dataset.dataset_path = 10**13, "tiny"
+    with pytest.raises(UserError, match=r"10,000,000,000,000 sequences of tiny, .* does not fit in memory"):
+        dataset._order(np.ones(3, np.int32), np.arange(3), 10**10)

@@ -89,6 +89,13 @@ def test_lines_that_are_no_rows_are_left_out(tmp_path):
     assert jsonl.rewind(tmp_path, 1) == 0 and (tmp_path / jsonl.NAME).read_text() == f"{whole}\n"
 
 
+def test_bytes_that_are_no_text_are_left_out(tmp_path):
+    whole = json.dumps(rows([1])[0].flat())
+    (tmp_path / jsonl.NAME).write_bytes(b"\xff\xfe\x00\x81\n" + whole.encode() + b"\n" + b"[" * 100_000 + b"\n\xc3")
+    assert [r["step"] for r in jsonl.of_run(tmp_path)] == [1]
+    assert jsonl.rewind(tmp_path, 1) == 0 and (tmp_path / jsonl.NAME).read_text() == f"{whole}\n"
+
+
 def monitor(tmp_path, logs: bool = True, **logging) -> Monitor:
     cfg = RunConfig(run=str(tmp_path), train=TrainConfig(steps=10), logging=LoggingConfig(**logging))
     return Monitor(cfg, 10, Costs(1.0, 1.0, 1, None), logs)

@@ -11,7 +11,14 @@ from megaponder.config.rules import data, layout, model, precision, run
 from megaponder.config.rules.case import Case, Machine, Rule
 from megaponder.config.schema import RunConfig
 
-RULES: tuple[Rule, ...] = (*model.RULES, *data.RULES, *run.RULES, *layout.RULES, *precision.RULES)
+RULES: tuple[Rule, ...] = (
+    run.counts_are_possible,
+    *model.RULES,
+    *data.RULES,
+    *run.RULES,
+    *layout.RULES,
+    *precision.RULES,
+)
 
 
 def check(

@@ -46,8 +46,25 @@ RANGES: tuple[tuple[str, float, bool, float, bool], ...] = (
     ("logging.prometheus_port", 0, True, 65535, True),
     ("train.steps", 1, True, math.inf, False),
     ("train.tokens", 1, True, math.inf, False),
-    ("parallel.timeout_minutes", 0, False, math.inf, False),
+    ("parallel.timeout_minutes", 0, False, 1e6, True),
 )
+
+
+MOST = 2**31 - 1
+"""Of anything that is counted, but tokens: what arrays and messages can number."""
+MOST_TOKENS = 10**15
+
+
+def counts_are_possible(c: Case) -> None:
+    """No integer is so large that arithmetic on it means nothing; checked before all that divides or loops."""
+    for name in all_fields():
+        value: Any = c.cfg
+        for part in name.split("."):
+            value = getattr(value, part)
+        most = MOST_TOKENS if name == "train.tokens" else MOST
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, int):
+                require(abs(number) <= most, name, value, f"it must be at most {most:,}", f"the nearest is {most}")
 
 
 def numbers_are_in_range(c: Case) -> None:
@@ -157,7 +174,9 @@ def load_can_be_used(c: Case) -> None:
     rule = "it is never used with checkpoint.resume = must"
     require(p.load is None or p.resume != "must", "checkpoint.load", p.load, rule, "use checkpoint.resume: auto")
     if p.load is not None and c.needs_data:
-        require(Path(p.load).is_dir(), "checkpoint.load", p.load, "there is no such folder", "name a checkpoint folder")
+        rule = "this is a file" if Path(p.load).is_file() else "there is no such folder"
+        ok = bool(p.load.strip()) and Path(p.load).is_dir()
+        require(ok, "checkpoint.load", p.load, rule, "name a checkpoint folder")
 
 
 def profiled_steps_are_a_pair(c: Case) -> None:
@@ -174,6 +193,9 @@ def run_is_a_folder(c: Case) -> None:
     require(bool(c.cfg.run.strip()), "run", c.cfg.run, "it must name a folder", "for example runs/first")
     ok = not path.exists() or path.is_dir()
     require(ok, "run", c.cfg.run, "a file has this name", f"for example {c.cfg.run}-run")
+    saved = path / "checkpoints"
+    ok = not saved.exists() or saved.is_dir()
+    require(ok, "run", c.cfg.run, f"{saved} is a file, so no checkpoint could be saved", "move it away")
 
 
 RULES: tuple[Rule, ...] = (
