@@ -11,6 +11,7 @@ import types
 import typing
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, Literal, Union
 
 from megaponder.config.schema import RunConfig
@@ -61,6 +62,11 @@ def _walk(cls: type, prefix: str) -> typing.Iterator[Field]:
 def all_fields() -> dict[str, Field]:
     """Every leaf of RunConfig by its dotted name, in the order of the schema."""
     return {f.name: f for f in _walk(RunConfig, "")}
+
+
+def value_of(cfg: RunConfig, name: str) -> Any:
+    """Value of a dotted field or section."""
+    return attrgetter(name)(cfg)
 
 
 @lru_cache(maxsize=1)

@@ -39,6 +39,11 @@ def in_flight(stage: int, stages: int, passes: int, micro_batches: int, group: i
     settled = (4 * stages + 4) * group  # more groups of micro-batches repeat what is there: a test compares
     if micro_batches > settled:
         micro_batches = settled + micro_batches % group
+    return counted(stage, stages, passes, micro_batches, group)
+
+
+def counted(stage: int, stages: int, passes: int, micro_batches: int, group: int) -> InFlight:
+    """The same by going through all micro-batches, however many."""
     now, most, most_passes = [0] * passes, [0] * passes, 0
     for forward, p in _order(stage, stages, passes, micro_batches, group):
         now[p] += 1 if forward else -1

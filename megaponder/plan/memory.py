@@ -55,15 +55,14 @@ def layer_activations(cfg: RunConfig, rows: int, te: bool = False, active: float
     """
     model, e, tp = cfg.model, element_bytes(cfg), cfg.parallel.tensor
     assert model.hidden_size and model.num_heads and model.ffn_size
-    # SwiGLU keeps its two inputs, an activation its one; the linear layer after it keeps the output
-    split = _attention_elements(model) + (3 if model.family == "llama" else 2) * model.ffn_size
+    split = _attention_elements(model) + _mlp_elements(model)
     log_sums = 4 * model.num_heads  # FP32, of the fused attention
     norms, inner = _norm_bytes(cfg, te), float(split * e + log_sums)
     if cfg.precision.fp8 != "none":  # what a linear layer reads is kept in FP8; attention's output in both formats
         norms -= 2 * model.hidden_size * (e - 1)
         inner -= model.ffn_size * (e - 1) - model.hidden_size
     if active < 1.0:
-        attention = 4 * model.hidden_size * e
+        attention = _attention_elements(model) * e
         inner = attention + active * (inner - attention + model.hidden_size * e)
         norms *= active
     return rows * (norms / _sequence_shards(cfg) + inner / tp)
@@ -88,6 +87,12 @@ def _attention_elements(model: ModelConfig) -> int:
     """Elements of one row between the projections: q, k, v, and the input of the output projection."""
     assert model.hidden_size and model.num_heads and model.num_kv_heads
     return 4 * model.hidden_size  # with grouped queries, k and v are repeated for all heads
+
+
+def _mlp_elements(model: ModelConfig) -> int:
+    """Elements of one row inside the MLP: SwiGLU's two inputs, an activation's one, and what the last layer reads."""
+    assert model.ffn_size
+    return (3 if model.family == "llama" else 2) * model.ffn_size
 
 
 def rank_memory(
@@ -160,9 +165,8 @@ def settle_graphs(
 def _working(cfg: RunConfig, rows: int) -> float:
     """Bytes that a layer's backward takes for a while: gradients inside the MLP, and of its input and output."""
     model, e, tp = cfg.model, element_bytes(cfg), cfg.parallel.tensor
-    assert model.hidden_size and model.ffn_size
-    inner = (3 if model.family == "llama" else 2) * model.ffn_size
-    return rows * e * (inner / tp + 2 * model.hidden_size / _sequence_shards(cfg))
+    assert model.hidden_size
+    return rows * e * (_mlp_elements(model) / tp + 2 * model.hidden_size / _sequence_shards(cfg))
 
 
 def layer_input(cfg: RunConfig, rows: int) -> float:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megaponder.config import launcher
 from megaponder.config.facts import facts_of
+from megaponder.config.fields import value_of
 from megaponder.config.gpus import find_gpu
 from megaponder.config.load import dump, load_config
 from megaponder.config.resolve import resolve
@@ -58,14 +59,6 @@ def patience(cfg: RunConfig) -> tuple[float, float]:
     limit = 60 * cfg.parallel.timeout_minutes
     assert cfg.faults.hang_minutes is not None
     return 60 * cfg.faults.hang_minutes, 0.9 * limit
-
-
-def value_of(cfg: RunConfig, name: str) -> object:
-    """Value of a dotted field."""
-    value: object = cfg
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def refuse_other_model(cfg: RunConfig, checkpoint: Path, weights_only: bool = False) -> list[str]:

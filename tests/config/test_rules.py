@@ -70,6 +70,7 @@ BROKEN: list[Broken] = [
     broken("faults.hang_minutes", "less than parallel.timeout_minutes = 10; half", faults__hang_minutes=10.0),
     broken("model.hidden_size", "at most 2,147,483,647", model__hidden_size=10**21),
     broken("train.steps", "at most 2,147,483,647", train__steps=10**20),
+    broken("train.steps", "at least -2,147,483,647", train__steps=-(10**20)),
     broken("parallel.timeout_minutes", "at most 1e+06", parallel__timeout_minutes=1e300),
     broken("optimizer.lr", "more than 0", optimizer__lr=0.0),
     broken("optimizer.lr", "at most 1", optimizer__lr=3.0),

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 from megaponder.config import budget
-from megaponder.config.fields import all_fields
+from megaponder.config.fields import all_fields, value_of
 from megaponder.config.rules.case import Case, Rule, nearest_multiple, require
-
-
-def _value(c: Case, name: str) -> Any:
-    section, _, field = name.partition(".")
-    return getattr(getattr(c.cfg, section), field)
-
 
 # (field, lowest, lowest is legal, highest, highest is legal)
 RANGES: tuple[tuple[str, float, bool, float, bool], ...] = (
@@ -58,19 +51,18 @@ MOST_TOKENS = 10**15
 def counts_are_possible(c: Case) -> None:
     """No integer is so large that arithmetic on it means nothing; checked before all that divides or loops."""
     for name in all_fields():
-        value: Any = c.cfg
-        for part in name.split("."):
-            value = getattr(value, part)
+        value = value_of(c.cfg, name)
         most = MOST_TOKENS if name == "train.tokens" else MOST
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int):
-                require(abs(number) <= most, name, value, f"it must be at most {most:,}", f"the nearest is {most}")
+                end, words = (most, "at most") if number > 0 else (-most, "at least")
+                require(abs(number) <= most, name, value, f"it must be {words} {end:,}", f"the nearest is {end}")
 
 
 def numbers_are_in_range(c: Case) -> None:
     """Each number lies where it means something."""
     for name, low, low_ok, high, high_ok in RANGES:
-        value = _value(c, name)
+        value = value_of(c.cfg, name)
         if value is None:
             continue
         above = value >= low if low_ok else value > low
