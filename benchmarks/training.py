@@ -124,6 +124,7 @@ TABLES: dict[str, list[Row]] = {
     "one-gpu": [
         Row("K=4, batch 2", "llama-1.4b", *LOOP, batch=2, micro_batches=8),
         Row("K=4, batch 4", "llama-1.4b", *LOOP, batch=4, micro_batches=4),
+        Row("K=4, batch 8", "llama-1.4b", *LOOP, batch=8, micro_batches=2),
     ],
     "two-gpus": [
         Row("DP=2, batch 4", "llama-1.4b", *LOOP, batch=4, micro_batches=4),
@@ -131,6 +132,7 @@ TABLES: dict[str, list[Row]] = {
         Row("PP=2, batch 2, eager", "llama-1.4b", *LOOP, batch=2, micro_batches=8, pipeline=2, graphs=False),
         Row("TP=2 + SP, batch 4", "llama-1.4b", *LOOP, batch=4, micro_batches=4, tensor=2),
         Row("TP=2 + SP, batch 8", "llama-1.4b", *LOOP, batch=8, micro_batches=2, tensor=2),
+        Row("TP=2 + SP, batch 16", "llama-1.4b", *LOOP, batch=16, micro_batches=1, tensor=2),
     ],
 }
 """`one-gpu` is what the ratios of `two-gpus` refer to: run both in one call."""
