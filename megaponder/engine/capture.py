@@ -17,6 +17,7 @@ others are copied.
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -151,17 +152,17 @@ class Captures:
         return _from_tree(_pytree.tree_unflatten(list(outputs), graphs.structure), state)
 
     def _captured(self, key: Any, p: Pass, places: int, leaves: Sequence[Tensor | None], structure: Tree) -> bool:
-        """Capture the pass; False, with a warning, where that cannot be done.
-
-        A function of its own: before PyTorch 2.13 a recomputed layer that an error has left catches whatever is saved
-        next, until the error and its frames are gone.
-        """
+        """Capture the pass; False, with a warning, where that cannot be done."""
         *_, slot, pool, _ = key
         try:
             self._graphs[key] = self._capture(p, places, leaves, structure, slot, pool)
         except RuntimeError as error:
             self.failure = str(error).splitlines()[0]
             warnings.warn(f"pass {p.index} cannot be captured, so passes run as they are: {self.failure}", stacklevel=3)
+        if self.failure:
+            # before PyTorch 2.13 a recomputed layer that an error has left catches whatever is saved next, until the
+            # error's frames are gone; they refer to each other
+            gc.collect()
         return not self.failure
 
     def _as_it_is(self, places: int, p: Pass, *rest: Any) -> Flow | Objective:
