@@ -138,9 +138,9 @@ TABLES: dict[str, list[Row]] = {
 """`one-gpu` is what the ratios of `two-gpus` refer to: run both in one call."""
 
 
-def config(row: Row, micro_batches: int) -> RunConfig:
-    """The row as a run configuration."""
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+def config(row: Row, micro_batches: int, world: int | None = None) -> RunConfig:
+    """The row as a run configuration, for as many GPUs as the launcher started or `world`."""
+    world = world or int(os.environ.get("WORLD_SIZE", "1"))
     cfg = RunConfig(model=ModelConfig(preset=row.preset, vocab_size=VOCAB, vocab_multiple=128))
     cfg.ponder.method, cfg.ponder.options, cfg.ponder.skip_halted = row.method, dict(row.options), row.skip
     cfg.data.sequence_length = LENGTH

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.training import Row, config, planned_gib
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-TABLES = ("methods", "baseline", "passes", "ponderlm2", "halting", "one-gpu")
+TABLES = ("methods", "baseline", "passes", "ponderlm2", "halting", "one-gpu", "two-gpus")
 
 
 def _rows() -> list[dict[str, Any]]:
@@ -22,5 +22,6 @@ def _rows() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("measured", _rows(), ids=lambda r: r["name"])
 def test_estimate_is_within_a_tenth(measured: dict[str, Any]) -> None:
     row = Row(**measured["row"])
-    planned = planned_gib(row, config(row, measured["micro_batches"]), measured["devices"], 0)
+    devices = measured["devices"]
+    planned = planned_gib(row, config(row, measured["micro_batches"], devices), devices, 0)
     assert planned == pytest.approx(measured["peak_gib"], rel=0.10)
