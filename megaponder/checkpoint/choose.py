@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaponder.checkpoint import folder, manifest
+from megaponder.checkpoint.damage import damage
 from megaponder.checkpoint.state import STATE
 from megaponder.errors import UserError
 
@@ -28,7 +29,7 @@ class Choice:
         return [*lines, f"Resuming from checkpoint {self.path}."] if self.path else lines
 
 
-def choose(root: Path, check: Check = manifest.damage) -> Choice:
+def choose(root: Path, check: Check = damage) -> Choice:
     """The newest published checkpoint of `root` without damage."""
     skipped: list[tuple[Path, str]] = []
     for path in folder.published(root).values():
@@ -48,7 +49,7 @@ def locate(path: str | Path) -> Path:
     if not path.is_dir():
         raise UserError(f"There is no checkpoint or run folder {path}.")
     if (path / STATE).is_file() or (path / manifest.MANIFEST).is_file():
-        if (reason := manifest.damage(path)) is not None:
+        if (reason := damage(path)) is not None:
             raise UserError(f"Checkpoint {path} cannot be used because {reason}.")
         return path
     root = path / "checkpoints" if (path / "checkpoints").is_dir() else path

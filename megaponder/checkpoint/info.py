@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaponder.checkpoint import manifest, stored
+from megaponder.checkpoint.damage import damage
 from megaponder.checkpoint.state import CONFIG, STATE, load_state
 from megaponder.config.load import load_config
 from megaponder.errors import UserError
@@ -53,13 +54,13 @@ def inspect_checkpoint(path: str | Path) -> CheckpointInfo:
     folder = Path(path)
     if not (folder / STATE).is_file():
         raise UserError(f"{folder} is not a checkpoint: it has no {STATE}.")
-    damage = manifest.damage(folder)
+    reason = damage(folder)
     try:
         state, contents = load_state(folder)
         cfg = load_config(folder / CONFIG, [])
         shapes = {stored.module_name(n): m for n, m in stored.parameters(folder).items()}
     except (OSError, ValueError, KeyError, EOFError, UserError) as error:
-        raise UserError(f"Checkpoint {folder} cannot be read ({damage or error}).") from None
+        raise UserError(f"Checkpoint {folder} cannot be read ({reason or error}).") from None
     m, parts = cfg.model, dict.fromkeys(("embedding", "attention", "mlp", "norms", "head", "method"), 0)
     for name, tensor in shapes.items():
         shape = list(tensor.size)
@@ -81,5 +82,5 @@ def inspect_checkpoint(path: str | Path) -> CheckpointInfo:
         dtype=", ".join(sorted(dtypes)),
         masters=contents.masters,
         bytes=manifest.size(folder) if (folder / manifest.MANIFEST).is_file() else 0,
-        damage=damage,
+        damage=reason,
     )

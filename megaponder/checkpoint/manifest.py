@@ -45,7 +45,7 @@ def damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
     reading among them.
     """
     try:
-        files = _listed(folder)
+        files = listed(folder)
     except FileNotFoundError:
         return f"it has no {MANIFEST}"
     except (ValueError, OSError) as error:
@@ -67,11 +67,11 @@ def damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
 
 def size(folder: Path) -> int:
     """Bytes of all files in the manifest."""
-    return sum(f["bytes"] for f in _listed(folder).values())
+    return sum(f["bytes"] for f in listed(folder).values())
 
 
-def _listed(folder: Path) -> dict[str, dict[str, int]]:
-    """The manifest's files; ValueError for anything that is not a list of files of this folder."""
+def listed(folder: Path) -> dict[str, dict[str, int]]:
+    """Size and checksum of the manifest's files by name; ValueError if it lists anything but files of its folder."""
     found = json.loads((folder / MANIFEST).read_text())
     files = found.get("files") if isinstance(found, dict) else None
     if not isinstance(files, dict) or not files:

@@ -15,7 +15,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
 
-from megaponder.checkpoint import manifest, moments, rng, stored
+from megaponder.checkpoint import moments, rng, stored
+from megaponder.checkpoint.damage import damage
 from megaponder.checkpoint.model_state import layout, metadata, sharded_state
 from megaponder.checkpoint.state import TrainState, load_state
 from megaponder.errors import UserError
@@ -23,13 +24,13 @@ from megaponder.errors import UserError
 log = logging.getLogger(__name__)
 METHOD = "method_modules."
 """First part of the names of a method's own parameters, which a weights-only start may lack or leave."""
-Shapes = dict[str, "tuple[int, ...] | None"]
+Shapes = dict[str, tuple[int, ...]]
 
 
 def agreed_damage(path: Path) -> str | None:
-    """`manifest.damage`, the reading divided among all ranks, the answer the same on all of them."""
+    """`damage`, the reading divided among all ranks, the answer the same on all of them."""
     reasons: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, manifest.damage(path, dist.get_rank(), dist.get_world_size()))
+    dist.all_gather_object(reasons, damage(path, dist.get_rank(), dist.get_world_size()))
     return next((r for r in reasons if r is not None), None)
 
 
@@ -90,7 +91,10 @@ def _load_model(path: Path, stage: MegatronModule, model: dict[str, Any]) -> Non
 
 
 def _stored(path: Path) -> Shapes:
-    """Names and shapes of all that the checkpoint holds, read by one rank."""
+    """Names and shapes of all that the checkpoint holds, read by one rank.
+
+    megatron-core, which unpickles the index freely, comes after it.
+    """
     box: list[Any] = [stored.shapes(path) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box, src=0)
     return box[0]
@@ -125,10 +129,10 @@ def _refuse_other_shapes(path: Path, wanted: dict[str, Any], names: Shapes) -> N
     """UserError on all ranks if a tensor of the checkpoint has another shape; padding of the vocabulary may differ."""
     other = _of_all_ranks(
         [
-            f"{s.key} with shape {list(names[s.key] or ())} where this model has {list(s.global_shape)}"
+            f"{s.key} with shape {list(names[s.key])} where this model has {list(s.global_shape)}"
             for s in nested_values(wanted)
             if isinstance(s, ShardedTensor) and not s.allow_shape_mismatch
-            if names.get(s.key) is not None and names[s.key] != tuple(s.global_shape)
+            if s.key in names and names[s.key] != tuple(s.global_shape)
         ]
     )
     if other:
@@ -138,7 +142,7 @@ def _refuse_other_shapes(path: Path, wanted: dict[str, Any], names: Shapes) -> N
 def _not_wanted(wanted: dict[str, Any], names: Shapes) -> list[str]:
     """Parameters of the checkpoint that no rank has a place for."""
     taken = set(_of_all_ranks(_keys(wanted)))
-    return sorted(k for k, s in names.items() if s is not None and k not in taken and not k.startswith(stored.BESIDES))
+    return sorted(k for k in names if k not in taken and not k.startswith(stored.BESIDES))
 
 
 def _rename(state: dict[str, Any], rule: Any, names: Shapes) -> None:

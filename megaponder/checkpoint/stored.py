@@ -1,14 +1,21 @@
-"""What lies in a checkpoint, read without a model, a process group or megatron-core."""
+"""What lies in a checkpoint, read without a model, a process group or megatron-core.
+
+`.metadata`, the index of its tensors, is a pickle by PyTorch's format; whoever unpickles it freely runs what its author
+wanted.  `index` builds the few classes that such an index is made of, and nothing else.
+"""
 
 from __future__ import annotations
 
+import io
+import pickle
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 BESIDES = ("optimizer.", "random.")
 """First parts of names that are no parameter's."""
@@ -20,16 +27,72 @@ _NORMS = {
 }
 
 
-def shapes(path: Path) -> dict[str, tuple[int, ...] | None]:
-    """Names of all tensors and objects; an object has no shape."""
-    found = dcp.FileSystemReader(str(path)).read_metadata().state_dict_metadata
-    return {name: tuple(m.size) if isinstance(m, TensorStorageMetadata) else None for name, m in found.items()}
+INDEX = ".metadata"
+_CLASSES = {
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
+}  # fmt: skip
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if dtype or name in _CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+
+def index(path: Path) -> Metadata:
+    """PyTorch's index of a checkpoint's tensors; ValueError, in words that follow "because", if it is none."""
+    try:
+        found = _Unpickler(io.BytesIO((path / INDEX).read_bytes())).load()
+        shards = {info.relative_path for info in found.storage_data.values()}
+        objects = [n for n, m in found.state_dict_metadata.items() if not isinstance(m, TensorStorageMetadata)]
+    except OSError as error:
+        raise ValueError(f"{INDEX} cannot be read ({error.strerror})") from None
+    except Exception as error:  # whatever harmed bytes bring about
+        raise ValueError(f"{INDEX} is not an index of tensors ({error})") from None
+    for name in sorted(map(str, shards)):
+        if Path(name).name != name:
+            raise ValueError(f"its {INDEX} names {name!r}, which is not a file in this folder")
+        if not (path / name).is_file():
+            raise ValueError(f"{name} is missing")
+    if objects:
+        raise ValueError(f"{objects[0]} is a pickled object, not a tensor")
+    return found
+
+
+def files(path: Path) -> set[str]:
+    """Names of the files that hold the tensors; ValueError as `index`."""
+    return {info.relative_path for info in index(path).storage_data.values()}
+
+
+class _Reader(dcp.FileSystemReader):
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        found = index(Path(self.path))
+        found.storage_meta = found.storage_meta or StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
 
 
 def tensors(path: Path) -> dict[str, TensorStorageMetadata]:
-    """Shape and dtype of every tensor by name."""
-    found = dcp.FileSystemReader(str(path)).read_metadata().state_dict_metadata
-    return {name: m for name, m in found.items() if isinstance(m, TensorStorageMetadata)}
+    """Shape and dtype of every tensor by name; ValueError as `index`."""
+    found = index(path).state_dict_metadata
+    return {name: m for name, m in found.items() if isinstance(m, TensorStorageMetadata)}  # all of them are
+
+
+def shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors by name."""
+    return {name: tuple(m.size) for name, m in tensors(path).items()}
 
 
 def parameters(path: Path) -> dict[str, TensorStorageMetadata]:
@@ -49,5 +112,5 @@ def read(path: Path, names: dict[str, TensorStorageMetadata]) -> dict[str, Tenso
     state = {name: torch.empty(m.size, dtype=m.properties.dtype) for name, m in names.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "assuming the intent is to load in a single process": it is
-        dcp.load(state, storage_reader=dcp.FileSystemReader(str(path)), no_dist=True)
+        dcp.load(state, storage_reader=_Reader(str(path)), no_dist=True)
     return state

@@ -1,7 +1,8 @@
-"""Publication, damage, choice and retention on plain files: no torch, no ranks."""
+"""Publication, damage, choice and retention on plain files, without ranks."""
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -11,15 +12,27 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from megaponder.checkpoint import folder, manifest
 from megaponder.checkpoint.choose import choose, locate
+from megaponder.checkpoint.damage import damage
 from megaponder.checkpoint.state import Contents, TrainState, load_state, save_state
 from megaponder.errors import UserError
 
 
+def write_index(path: Path, *shards: str, objects: tuple[str, ...] = ()) -> None:
+    places = {MetadataIndex(f"weight{i}"): _StorageInfo(name, 0, 1) for i, name in enumerate(shards)}
+    index = Metadata({name: BytesStorageMetadata() for name in objects}, storage_data=places)
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+
+
 def save(root: Path, step: int, size: int = 1000) -> Path:
     path = folder.begin(root, step)
+    write_index(path, "__0_0.distcp", "__1_0.distcp")
+    for name in ("common.pt", "metadata.json", "config.yaml"):
+        (path / name).write_text(name)
     for rank in range(2):
         (path / f"__{rank}_0.distcp").write_bytes(bytes([step % 256, rank]) * size)
         manifest.write_part(path, rank, [f"__{rank}_0.distcp"])
@@ -29,11 +42,13 @@ def save(root: Path, step: int, size: int = 1000) -> Path:
 
 def test_a_published_checkpoint_is_whole_and_says_where_it_was(tmp_path):
     path = save(tmp_path, 7)
-    assert path.name == "step_00000007" and manifest.damage(path) is None
+    assert path.name == "step_00000007" and damage(path) is None
     assert load_state(path) == (TrainState(7, 28, 280), Contents(False, {"tensor": 2}))
     assert not list(path.glob("manifest-part-*"))
     names = set(json.loads((path / "manifest.json").read_text())["files"])
-    assert names == {"__0_0.distcp", "__1_0.distcp", "state.json"}
+    assert names == {
+        "__0_0.distcp", "__1_0.distcp", ".metadata", "common.pt", "metadata.json", "config.yaml", "state.json",
+    }  # fmt: skip
 
 
 def truncate(path: Path) -> None:
@@ -50,6 +65,48 @@ def lose_a_file(path: Path) -> None:
     (path / "__1_0.distcp").unlink()
 
 
+def forget(path: Path, name: str) -> None:
+    """Take a file out of the manifest, as someone might who wants a harmed checkpoint to pass."""
+    listed = json.loads((path / "manifest.json").read_text())
+    del listed["files"][name]
+    (path / "manifest.json").write_text(json.dumps(listed))
+
+
+def forget_a_shard(path: Path) -> None:
+    forget(path, "__1_0.distcp")
+
+
+def lose_and_forget_a_shard(path: Path) -> None:
+    forget_a_shard(path)
+    lose_a_file(path)
+
+
+def lose_and_forget_the_index(path: Path) -> None:
+    forget(path, ".metadata")
+    (path / ".metadata").unlink()
+
+
+def seal_again(path: Path, *shards: str, objects: tuple[str, ...] = ()) -> None:
+    """Another index, with a manifest that fits it."""
+    write_index(path, *shards, objects=objects)
+    manifest.seal(path)
+
+
+class Runs:
+    """Unpickled, it leaves a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def plant_code(path: Path) -> None:
+    (path / ".metadata").write_bytes(pickle.dumps(Runs(path.parent / "planted")))
+    manifest.seal(path)
+
+
 def lose_the_manifest(path: Path) -> None:
     (path / "manifest.json").unlink()
 
@@ -64,6 +121,12 @@ def spoil_the_manifest(path: Path) -> None:
         (truncate, "__1_0.distcp has 1999 bytes instead of 2000"),
         (flip_a_bit, "__0_0.distcp has changed"),
         (lose_a_file, "__1_0.distcp is missing"),
+        (forget_a_shard, "its manifest.json does not list __1_0.distcp"),
+        (lose_and_forget_a_shard, "__1_0.distcp is missing"),
+        (lose_and_forget_the_index, ".metadata cannot be read (No such file or directory)"),
+        (plant_code, ".metadata is not an index of tensors (it asks for posix.mkdir)"),
+        (lambda path: seal_again(path, "../x"), "its .metadata names '../x', which is not a file in this folder"),
+        (lambda path: seal_again(path, objects=("weight",)), "weight is a pickled object, not a tensor"),
         (lose_the_manifest, "no manifest.json"),
         (spoil_the_manifest, "manifest.json cannot be read"),
     ],
@@ -78,12 +141,13 @@ def test_damage_is_named_and_the_older_checkpoint_taken(tmp_path, harm, words):
     with pytest.raises(UserError, match="step_00000002"):
         locate(new)
     assert locate(tmp_path) == old
+    assert not (tmp_path / "planted").exists()
 
 
 def test_ranks_that_divide_the_reading_find_every_flip(tmp_path):
     path = save(tmp_path, 3)
     flip_a_bit(path)
-    reasons = [manifest.damage(path, part, 3) for part in range(3)]
+    reasons = [damage(path, part, 3) for part in range(3)]
     assert sum(r is not None for r in reasons) == 1
 
 
@@ -97,7 +161,7 @@ def test_half_written_folders_are_never_chosen_and_are_swept(tmp_path):
 
 def test_a_damaged_checkpoint_is_replaced_when_the_run_passes_it_again(tmp_path):
     flip_a_bit(save(tmp_path, 1))
-    assert manifest.damage(save(tmp_path, 1)) is None
+    assert damage(save(tmp_path, 1)) is None
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
 
 
@@ -151,7 +215,7 @@ def test_kill_9_while_saving_leaves_only_whole_checkpoints(tmp_path):
             time.sleep(dice.uniform(0.02, 0.3))
             process.send_signal(signal.SIGKILL)
         found = folder.published(tmp_path)
-        assert all(manifest.damage(p) is None for p in found.values())
+        assert all(damage(p) is None for p in found.values())
         assert max(found, default=0) >= last
         last = max(found, default=0)
         folder.sweep(tmp_path)

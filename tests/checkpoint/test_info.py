@@ -35,6 +35,8 @@ def build(root: Path) -> Path:
     dcp.save(tensors, storage_writer=dcp.FileSystemWriter(str(path)), no_dist=True)
     model = ModelConfig(family="llama", num_layers=1, hidden_size=8, num_heads=2, vocab_size=90)
     dump(resolve(RunConfig(model=model)), path / CONFIG)
+    for name in ("common.pt", "metadata.json"):  # megatron-core's, which nothing here reads
+        (path / name).write_text(name)
     save_state(path, TrainState(5, 20, 320), Contents(False, {"tensor": 2, "pipeline": 1, "data": 4}))
     return folder.publish(root, 5)
 
