@@ -27,6 +27,15 @@ METHOD = "method_modules."
 Shapes = dict[str, tuple[int, ...]]
 
 
+class OtherModelError(UserError):
+    """A checkpoint whose tensors are not those of the model."""
+
+    def __init__(self, path: Path, difference: str):
+        why = "it was saved from another kind of model, or with other options of its method"
+        super().__init__(f"Checkpoint {path} cannot be used: {difference}; {why}.")
+        self.difference = difference
+
+
 def agreed_damage(path: Path) -> str | None:
     """`damage`, the reading divided among all ranks, the answer the same on all of them."""
     reasons: list[str | None] = [None] * dist.get_world_size()
@@ -42,7 +51,7 @@ def resume(path: Path, stage: MegatronModule, optimizer: MegatronOptimizer) -> T
     _refuse_absent(path, model, names)
     _refuse_other_shapes(path, model, names)
     if left := _not_wanted(model, names):
-        raise UserError(f"Checkpoint {path} has {_some(left)} that this model has no place for: {_OTHER}.")
+        raise OtherModelError(path, f"this model has no place for its {_some(left)}")
     if contents.masters and not moments.has_masters(stage.parameters()):
         # the run that saved was BF16 and this one is FP32: its masters are the better weights
         _rename(model, lambda key: f"{moments.PREFIX}param.{key}", names)
@@ -70,7 +79,7 @@ def load(path: Path, stage: MegatronModule, optimizer: MegatronOptimizer | None 
     _refuse_other_shapes(path, model, names)
     left = _not_wanted(model, names)
     if hard := [k for k in left if not k.startswith(METHOD)]:
-        raise UserError(f"Checkpoint {path} has {_some(hard)} that this model has no place for: {_OTHER}.")
+        raise OtherModelError(path, f"this model has no place for its {_some(hard)}")
     _load_model(path, stage, {k: v for k, v in model.items() if getattr(v, "key", k) not in lacking})
     if optimizer is not None:
         optimizer.reload_model_params()
@@ -100,9 +109,6 @@ def _stored(path: Path) -> Shapes:
     return box[0]
 
 
-_OTHER = "it was saved from another kind of model"
-
-
 def _some(names: list[str]) -> str:
     return f"tensor {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
@@ -121,7 +127,7 @@ def _refuse_absent(path: Path, wanted: dict[str, Any], names: Shapes, may_lack: 
     """UserError on all ranks if the checkpoint lacks a tensor that any rank wants; returns what may be lacking."""
     absent = _of_all_ranks([k for k in _keys(wanted) if k not in names])
     if hard := [k for k in absent if not (may_lack and k.startswith(may_lack))]:
-        raise UserError(f"Checkpoint {path} has no {_some(hard)}: {_OTHER}.")
+        raise OtherModelError(path, f"it has no {_some(hard)}")
     return absent
 
 
@@ -136,7 +142,7 @@ def _refuse_other_shapes(path: Path, wanted: dict[str, Any], names: Shapes) -> N
         ]
     )
     if other:
-        raise UserError(f"Checkpoint {path} has {_some(other)}: {_OTHER}, or the method's options were others.")
+        raise OtherModelError(path, f"it has {_some(other)}")
 
 
 def _not_wanted(wanted: dict[str, Any], names: Shapes) -> list[str]:

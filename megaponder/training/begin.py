@@ -10,7 +10,8 @@ from megatron.core.transformer.module import MegatronModule
 
 from megaponder.checkpoint import folder, restore
 from megaponder.checkpoint.choose import Choice, choose, locate
-from megaponder.checkpoint.state import TrainState, load_state
+from megaponder.checkpoint.state import CONFIG, TrainState, load_state
+from megaponder.config.load import load_config
 from megaponder.config.schema import RunConfig
 from megaponder.data.check import identities
 from megaponder.errors import ConfigError, UserError
@@ -29,14 +30,7 @@ def begin(
         raise ConfigError("checkpoint.resume", "never", f"{root} holds the checkpoints of an earlier run", fix)
     choice = choose(root, restore.agreed_damage) if found else Choice(None)
     if choice.path is not None:
-        path = choice.path
-        on_first_rank(lambda: refuse_bare_weights(cfg, path))
-    for sentence in choice.sentences():
-        say(sentence)
-    if choice.path is not None:
-        for warning in on_first_rank(lambda: [*refuse_other_model(cfg, path), *other_data(cfg, path)]):
-            say(warning)
-        return restore.resume(path, stage, optimizer)
+        return _go_on(cfg, choice, stage, optimizer, say)
     if choice.skipped:
         raise UserError(
             f"No checkpoint in {root} is whole: {' '.join(choice.sentences())} Restore one from a copy, or move them "
@@ -54,6 +48,28 @@ def begin(
         old = f"; left out, since {cfg.ponder.method} has no place for them: {', '.join(left)}" if left else ""
         say(f"Starting from the weights of {path}{new}{old}.")
     return TrainState()
+
+
+def _go_on(
+    cfg: RunConfig, choice: Choice, stage: MegatronModule, optimizer: MegatronOptimizer, say: Callable[[str], None]
+) -> TrainState:
+    path = choice.path
+    assert path is not None
+    on_first_rank(lambda: refuse_bare_weights(cfg, path))
+    warnings = on_first_rank(lambda: [*refuse_other_model(cfg, path), *other_data(cfg, path)])
+    for sentence in choice.sentences():
+        say(sentence)
+    try:
+        state = restore.resume(path, stage, optimizer)
+    except restore.OtherModelError as error:
+        saved, now = load_config(path / CONFIG, []).ponder.options, cfg.ponder.options
+        if saved == now:
+            raise
+        rule = f"checkpoint {path} was trained with {saved!r}, and {error.difference}"
+        raise ConfigError("ponder.options", now, rule, "use those, or a new run folder") from None
+    for warning in warnings:
+        say(warning)
+    return state
 
 
 def refuse_bare_weights(cfg: RunConfig, checkpoint: Path) -> None:
