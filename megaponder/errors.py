@@ -25,11 +25,20 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 """A disk that takes nothing more; the error often names no file."""
 
 
+IN_THE_WAY = {
+    errno.EISDIR: "a folder is where a file should be; move it away, or name another place",
+    errno.EEXIST: "a file is where a folder should be; move it away, or name another place",
+    errno.ENOTDIR: "a part of this path is a file, where a folder should be; move it away, or name another place",
+    errno.EACCES: "permission denied; change its mode or owner, or name another place",
+}
+
+
 def of_file(error: OSError) -> UserError | None:
     """The sentence for a file that cannot be read or written; None for what is no file's fault (a connection)."""
-    if error.filename is None and error.errno not in FULL:
+    name = error.filename2 or error.filename  # of a file that takes another's place the second is what a user knows
+    if name is None and error.errno not in FULL:
         return None
-    return UserError(f"{error.filename or 'A file'}: {error.strerror or error}.")
+    return UserError(f"{name or 'A file'}: {IN_THE_WAY.get(error.errno or 0, error.strerror or error)}.")
 
 
 class LostRank(UserError):  # noqa: N818  the sentence is for a user

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from megaponder.config.facts import MethodFacts, facts_of
@@ -22,10 +23,11 @@ def load(path: str | None, overrides: list[str]) -> RunConfig:
 def planned(path: str | None, overrides: list[str], world_size: int | None) -> tuple[RunConfig, Any, MethodFacts, int]:
     """Configuration, method, facts and world size of a plan; the world is one replica unless given.
 
-    The vocabulary comes from the preset, the configuration or the datasets' descriptions.
+    The vocabulary comes from the preset, the configuration or the datasets' descriptions.  Datasets that are not on
+    this machine are taken on trust, if nothing else is wanted of them.
     """
     cfg = load(path, overrides)
-    if cfg.model.vocab_size is None and cfg.data.train:
+    if cfg.data.train and (cfg.model.vocab_size is None or _is_here(cfg)):
         from megaponder.data.check import check_data, fill_from_data
 
         cfg = fill_from_data(cfg, check_data(cfg))
@@ -39,3 +41,11 @@ def planned(path: str | None, overrides: list[str], world_size: int | None) -> t
     world_size = cfg.parallel.tensor * cfg.parallel.pipeline if world_size is None else world_size
     check(cfg, facts, world_size)
     return cfg, method, facts, world_size
+
+
+def _is_here(cfg: RunConfig) -> bool:
+    """Whether a plan can look at the datasets: a laptop often plans for a cluster's."""
+    from megaponder.data.blend import parse_blend
+
+    sources = parse_blend(cfg.data.train, "data.train") + parse_blend(cfg.data.valid, "data.valid")
+    return all(Path(f"{source.path}.idx").is_file() for source in sources)

@@ -22,6 +22,7 @@ from typing import Any
 from megaponder import __version__
 from megaponder.cli.parser import Parser
 from megaponder.cli.report import report_error
+from megaponder.config.fields import sections
 from megaponder.errors import UserError, of_file
 
 COMMANDS = ("demo", "prepare", "plan", "train", "watch", "replay", "generate", "inspect", "export", "import")
@@ -71,7 +72,8 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, ModuleType | None]:
     if getattr(module, "OVERRIDES", False):
         command_parser = parser.command_parser(args.command)
         for word in rest:  # a field has a dot; anything else was meant for the command
-            if word.startswith("--") and "." not in word.partition("=")[0] and word.partition("=")[0] != "--run":
+            name = word.partition("=")[0]
+            if name.startswith("--") and "." not in name and name[2:] not in ("run", *sections()):
                 command_parser.refuse_unknown([word])
         args.overrides = rest
     elif rest:

@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
             close = nearest(word, self._choices())
             fix = f"did you mean {close}" if close else f"choose from {', '.join(self._choices())}"
             message = f"{action.removeprefix('argument ').rstrip(': ')} = {word}: there is no such choice; {fix}"
-        raise UserError(f"{self.prog}: {message} (see {self.prog} --help)")
+        raise UserError(f"{self.prog}: {message} (see {self.prog} --help).")
 
     def _choices(self) -> list[str]:
         return [str(c) for action in self._actions if action.choices for c in action.choices]
@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
         close = nearest(word, self._option_string_actions, 0.75) or (f"--{field}" if field else None)
         close = close or nearest(word, self._option_string_actions)
         fix = f"did you mean {close}" if close else f"see {self.prog} --help"
-        raise UserError(f"{self.prog}: it takes no {word}; {fix}")
+        raise UserError(f"{self.prog}: it takes no {word}; {fix}.")
 
     def command_parser(self, command: str) -> Parser:
         """The parser of a command."""

@@ -131,6 +131,8 @@ def _as_config_error(error: pydantic.ValidationError) -> ConfigError:
     rule = f"it must be {describe_type(field.type)}"
     if accepts(field.type, int) and isinstance(value, float) and value.is_integer():
         return ConfigError(name, value, rule, f"write {int(value)}")
+    if accepts(field.type, list) and isinstance(value, str | int | float):
+        return ConfigError(name, value, rule, f"write [{value}]")
     words = [w for w in rule.replace("it must be ", "").replace("one of ", "").replace(" or ", ", ").split(", ") if w]
     close = nearest(str(value), words) if isinstance(value, str) else None
     return ConfigError(name, value, rule, f"write {close}" if close else f"the default is {show(field.default)}")

@@ -57,11 +57,13 @@ def _field(name: str, value: str) -> Field | None:
         return all_fields()[name]
     if name.startswith(FREE + "."):
         return None
+    section = name.partition(".")[0]
+    fields = ", ".join(f"--{n}" for n in all_fields() if n.startswith(section + "."))
     if name in sections():
-        members = [n for n in all_fields() if n.startswith(name + ".")]
-        raise ConfigError(f"--{name}", value, "this is a section, not a field", f"its fields are: {', '.join(members)}")
+        raise ConfigError(f"--{name}", value, "this is a section, not a field", f"its fields are: {fields}")
     close = nearest(name, all_fields())
-    fix = f"did you mean --{close}" if close else f"the sections are: {', '.join(sections())}"
+    fix = f"the fields of {section} are: {fields}" if fields else f"the sections are: {', '.join(sections())}"
+    fix = f"did you mean --{close}" if close else fix
     raise ConfigError(f"--{name}", value, "there is no such field", fix)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import YAMLError
 from ruamel.yaml.representer import SafeRepresenter
 
@@ -24,6 +25,8 @@ def parse(text: str, name: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
+        # the library goes on with both values as it has read them, which are not what the file says
+        problem = problem.partition(" with value ")[0] if isinstance(error, DuplicateKeyError) else problem
         rule = f"not YAML ({where}{problem})"
         raise ConfigError(name, _excerpt(text, mark), rule, "write `key: value` lines") from None
 

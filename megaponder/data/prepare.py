@@ -21,7 +21,7 @@ from megaponder.data.info import DatasetMeta, SourceFile, read_meta
 from megaponder.data.readers import CHUNK_BYTES, kind_of, list_inputs, read_chunks
 from megaponder.data.tokenizer import EOD_TOKENS, Tokenizer, load_tokenizer
 from megaponder.data.workspace import State, Workspace
-from megaponder.errors import ConfigError, UserError
+from megaponder.errors import IN_THE_WAY, ConfigError, UserError, of_file
 
 EXAMPLES = 5  # problems that a summary quotes
 
@@ -266,7 +266,9 @@ def prepare(options: PrepareOptions, on_progress: Callable[[PrepareProgress], No
                 work.complete(_meta(tokenizer, eod_id, files, dtype, done))
             work.publish()
     except OSError as error:
-        place = error.errno in (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+        if error.errno in IN_THE_WAY and (problem := of_file(error)) is not None:
+            raise problem from error
+        place = error.errno in (errno.ENOENT, errno.EPERM, errno.EROFS)
         fix = "name an --output that can be written" if place else "run the same command again to continue"
         raise UserError(f"{options.output}: writing failed ({error}); {fix}.") from error
     meta = read_meta(read_index(options.output))

@@ -50,6 +50,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["train", "none.yaml"], "there is no such file"),
         (["train", "RUN", "--lr", "3"], "did you mean --optimizer.lr"),
         (["train", "RUN", "--batch_size", "3"], "did you mean --train.global_batch"),
+        (["train", "RUN", "--precision", "bf16"], "its fields are: --precision.dtype"),
         (["train", "RUN", "--optimizer.lrr", "3"], "did you mean --optimizer.lr"),
         (["train", "RUN", "--train.steps", "x"], "it must be an integer"),
         (["plan", "RUN", "--ponder.method", "lop"], "there is no such method"),
@@ -128,6 +129,51 @@ def test_plan_needs_a_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[s
     path.write_text("model: {family: llama, num_layers: 2, hidden_size: 64, num_heads: 4}\ntrain: {steps: 1}\n")
     assert "model.vocab_size" in refused(["plan", str(path)], capsys)
     assert main(["plan", str(path), "--model.vocab_size", "1000"]) == 0
+
+
+def test_plan_looks_at_datasets_that_are_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.data_pipeline.make import random_documents, write_documents
+
+    prefix = write_documents(tmp_path / "wiki", random_documents([500, 900]))
+    path = tmp_path / "own.yaml"
+    path.write_text(
+        "model: {family: llama, num_layers: 2, hidden_size: 64, num_heads: 4}\n"
+        f"data: {{train: [{prefix}], sequence_length: 16}}\ntrain: {{steps: 1}}\n"
+    )
+    words = refused(["plan", str(path), "--model.vocab_size", "2"], capsys)
+    assert "model.vocab_size = 2" in words and "contains token id" in words
+    assert main(["plan", str(path), "--model.vocab_size", "2", "--data.train", "cluster/pile"]) == 0
+
+
+def test_what_is_in_the_way_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder or file under a name that a command needs."""
+    text, output = tmp_path / "a.txt", tmp_path / "out"
+    text.write_text("some words\n\nmore words")
+    for suffix in (".bin", ".json"):
+        (tmp_path / f"out{suffix}").mkdir()
+        words = refused(["prepare", str(text), "--tokenizer", "bytes", "--output", str(output), "--overwrite"], capsys)
+        assert f"{output}{suffix}: a folder is where a file should be" in words
+        (tmp_path / f"out{suffix}").rmdir()
+
+
+@pytest.mark.parametrize(("name", "is_folder"), [("config.yaml", True), ("ranks", False)])
+def test_what_is_in_the_way_of_a_run_is_named(tmp_path: Path, name: str, is_folder: bool) -> None:
+    from tests.data_pipeline.make import random_documents, write_documents
+
+    prefix = write_documents(tmp_path / "wiki", random_documents([500, 900]))
+    (tmp_path / "run").mkdir()
+    way = tmp_path / "run" / name
+    way.mkdir() if is_folder else way.touch()
+    (tmp_path / "own.yaml").write_text(
+        f"run: {tmp_path}/run\nmodel: {{family: llama, num_layers: 1, hidden_size: 8, num_heads: 1, vocab_size: 100}}\n"
+        f"data: {{train: [{prefix}], sequence_length: 16, split: '1,0,0', eod_id: 0}}\n"
+        "train: {steps: 1, micro_batch: 1, global_batch: 1, eval_batches: 0}\n"
+    )
+    command = [sys.executable, "-m", "megaponder", "train", str(tmp_path / "own.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    expected = "a folder is where a file should be" if is_folder else "a file is where a folder should be"
+    assert done.returncode == 2, done.stderr
+    assert f"error: {way}: {expected}; move it away" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_inspect_a_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -152,7 +152,7 @@ def test_impossible_options(options: PrepareOptions, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=next(iter(change))):
             prepare(replace(options, **change))  # type: ignore[arg-type]
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="writing failed"):
+    with pytest.raises(UserError, match="where a folder should be"):
         prepare(replace(options, output=str(tmp_path / "file" / "set")))
 
 
