@@ -328,7 +328,8 @@ def measure(row: Row, args: argparse.Namespace) -> dict[str, Any]:
     """Times one row."""
     count = row.micro_batches or args.micro_batches or (4 if "410m" in row.preset else 2)
     torch.cuda.reset_peak_memory_stats()
-    left = _in_use() - args.context  # by earlier rows: communicators, parts of segments that something small still uses
+    # by earlier rows: communicators and live tensors; what else the allocator has kept, this row can use
+    left = _in_use() - torch.cuda.memory_reserved() - args.context + torch.cuda.memory_allocated()
     begin = time.perf_counter()
     step, facts = (plain if row.plain else ours)(row, count)
     losses = [step(i) for i in range(args.warm)]
