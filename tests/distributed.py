@@ -38,7 +38,7 @@ def free_port() -> int:
     """A TCP port that nobody has, and that no test process beside this one (pytest-xdist) will choose."""
     process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
     for _ in range(1000):
-        port = 20000 + 1000 * (process % 12) + next(_PORTS) % 1000  # below the ports that the system hands out
+        port = 12000 + 300 * (process % 64) + next(_PORTS) % 300  # below the ports that the system hands out
         with socket.socket() as s, contextlib.suppress(OSError):
             s.bind(("127.0.0.1", port))
             return port
