@@ -249,3 +249,11 @@ def fp8_amax() -> dict[str, Any]:
     other = _engine(_case({"family": "llama", "method": "vanilla"}, "current"))
     other.forward_backward(_batches(0), 0, train=True)
     return {"before": before, "after": engine.fp8_amax(), "weights": weights, "other": other.fp8_amax()}
+
+
+def train(jobs: list[dict[str, Any]]) -> None:
+    """Several runs one after another, several ranks on one GPU where there are not enough."""
+    from tests.training.workers import run_many
+
+    one_card.share()
+    run_many(jobs)
