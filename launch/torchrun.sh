@@ -53,6 +53,7 @@ fi
 own=$(mktemp -d)
 trap 'rm -rf "$own"' EXIT
 export MEGAPONDER_EXIT_FILE=${MEGAPONDER_EXIT_FILE:-$own/exit} MEGAPONDER_REQUEUE_FILE=${MEGAPONDER_REQUEUE_FILE:-$own/requeue}
+export MEGAPONDER_BEGUN_FILE=$own/begun
 
 read -r -a launcher <<<"${LAUNCHER:-torchrun}"
 
@@ -77,5 +78,7 @@ if [ -s "$MEGAPONDER_EXIT_FILE" ]; then
   code=$(sort -n "$MEGAPONDER_EXIT_FILE" | head -n 1)
 elif [ "$code" -ne 0 ] && [ "$asked" -ne 0 ]; then
   code=$asked
+elif [ "$code" -ne 0 ] && [ -e "$MEGAPONDER_BEGUN_FILE" ]; then
+  code=69 # every error writes down a code: a rank was killed before it could, and took the others with it
 fi
 exit "$code"

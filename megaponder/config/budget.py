@@ -20,9 +20,9 @@ def batch_at(cfg: RunConfig, consumed: int) -> int:
     return min(full, start + increment * (consumed * stages // length))
 
 
-def sequences_after(cfg: RunConfig, steps: int) -> int:
-    """Sequences consumed by the first `steps` steps."""
-    consumed = done = 0
+def sequences_after(cfg: RunConfig, steps: int, consumed: int = 0) -> int:
+    """Sequences consumed when `steps` steps have been made after `consumed` sequences."""
+    done = 0
     while done < steps and batch_at(cfg, consumed) < cfg.train.global_batch:
         consumed += batch_at(cfg, consumed)
         done += 1

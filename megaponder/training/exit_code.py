@@ -2,7 +2,7 @@
 
 torchrun turns every exit code of a rank into 1.  Where the launcher names a file in MEGAPONDER_EXIT_FILE, every rank
 appends its own there, if it is not 0, and the lowest is the job's: a user's mistake (2) beats a lost rank (69), which
-beats a request to start again (75).
+beats a request to start again (75).  A job that has begun and ended without a code has lost a rank, too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ def forget_earlier_attempts(rank: int) -> None:
 
 @contextlib.contextmanager
 def noted() -> Iterator[None]:
-    """Notes the exit code of whatever ends the block early."""
+    """Notes that the job has begun, and the exit code of whatever ends the block early."""
+    if path := os.environ.get("MEGAPONDER_BEGUN_FILE"):
+        with contextlib.suppress(OSError):
+            Path(path).touch()
     try:
         yield
     except UserError as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megaponder.backbone.spec import implementations
 from megaponder.checkpoint.save import Saver
+from megaponder.checkpoint.state import TrainState
 from megaponder.config.budget import batch_at, sequences_after
 from megaponder.config.schema import RunConfig
 from megaponder.data.stream import Streams, build_streams
@@ -56,9 +57,9 @@ def run(cfg: RunConfig, groups: Groups) -> int:
         faults = Faults(cfg.faults, folder, monitor.say, groups.device)
         profile = Profile(cfg.logging, folder, groups.rank, partial(print, flush=True))
         stragglers = Stragglers(cfg.faults.straggler_ratio, groups.device)
-        left_out = faults.record.left_out()
-        streams = _streams(cfg, left_out)
         state = begin(cfg, engine.stage, optimizer, monitor.say)
+        left_out = faults.record.left_out()
+        streams = _streams(cfg, state, left_out)
         saver = Saver(folder / "checkpoints", cfg, engine.stage, optimizer, newest=state.step, published=monitor.saved)
         on_first_rank(lambda: setup.write_config(cfg))
         stack.callback(monitor.close)
@@ -117,7 +118,7 @@ def run(cfg: RunConfig, groups: Groups) -> int:
                 heartbeat.enter("start")
                 state = roll_back(engine, optimizer, saver, faults, folder / "checkpoints")
                 left_out = faults.record.left_out()
-                streams = _streams(cfg, left_out)
+                streams = _streams(cfg, state, left_out)
                 monitor.close()
                 monitor.start(state.step, state.tokens, who)
                 continue
@@ -164,10 +165,12 @@ def run(cfg: RunConfig, groups: Groups) -> int:
         return stopping.EXIT_CODES.get(asked, 0)
 
 
-def _streams(cfg: RunConfig, left_out: list[Window]) -> Streams:
-    """The run's data: as many sequences as it needs beside those that it leaves out."""
+def _streams(cfg: RunConfig, state: TrainState, left_out: list[Window]) -> Streams:
+    """The run's data: what it has consumed, maybe with another batch, what it still needs, and what it leaves out."""
     assert cfg.train.steps is not None
-    needed = sequences_after(cfg, cfg.train.steps) + sum(end - first for first, end in left_out)
+    needed = sequences_after(cfg, max(0, cfg.train.steps - state.step), state.sequences)
+    # a batch that would touch a window begins behind it
+    needed += sum(end - first + cfg.train.global_batch - 1 for first, end in left_out if end > state.sequences)
     return build_streams(cfg, needed, cfg.train.eval_batches * cfg.train.global_batch)
 
 

@@ -42,8 +42,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 MODEL = {
     "model__hidden_size": 64, "model__num_heads": 4, "model__num_kv_heads": 4, "model__ffn_size": 128,
-    "model__vocab_size": 96, "ponder__method": "adaponderlm", "ponder__options": {"steps": 2}, "data__sequence_length": 32,
-    "train__global_batch": 8, "train__micro_batch": 4, "train__eval_batches": 1,
+    "model__vocab_size": 96, "ponder__method": "adaponderlm", "ponder__options": {"steps": 2},
+    "data__sequence_length": 32, "train__global_batch": 8, "train__micro_batch": 4, "train__eval_batches": 1,
 }  # fmt: skip
 """Sizes that FP8 and the fused kernels accept."""
 
@@ -116,8 +116,8 @@ def test_a_run_goes_on_in_another_precision(resumed: Path, before: str, after: s
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "delayed"])
 def test_another_layout_goes_on(root: Path, mode: str) -> None:
     train(2, [job(root, f"{mode}-{n}", mode, **MODES[mode] | layout) for n, layout in LAYOUTS.items()])
-    back = [Base(root, "").copy(f"{mode}-{n}-back", source=f"{mode}-{n}", upto=6) | MODEL | MODES[mode] for n in LAYOUTS]
-    train(1, back)
+    back = [Base(root, "").copy(f"{mode}-{n}-back", source=f"{mode}-{n}", upto=6) for n in LAYOUTS]
+    train(1, [copy | MODEL | MODES[mode] for copy in back])
     for name in LAYOUTS:
         for found in (f"{mode}-{name}", f"{mode}-{name}-back"):
             np.testing.assert_allclose(losses(root, found), losses(root, mode), rtol=PRECISIONS[mode], err_msg=found)

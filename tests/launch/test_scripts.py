@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from megaponder.training import exit_code
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [ROOT / "launch" / "torchrun.sh", ROOT / "launch" / "train.sbatch", ROOT / ".ci" / "run"]
 OURS = ("NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR", "MEGAPONDER_EXIT_FILE", "MEGAPONDER_REQUEUE_FILE")
@@ -76,6 +78,15 @@ def test_the_exit_code_is_the_lowest_of_the_ranks(
     assert launch(SCRIPTS[0], fakes, "c.yaml").returncode == want
     own = str(tmp_path / "codes")
     assert launch(SCRIPTS[0], fakes, "c.yaml", MEGAPONDER_EXIT_FILE=own).returncode == want
+
+
+def test_a_job_that_ends_without_a_word_has_lost_a_rank(fakes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(fakes, "torchrun", 'touch "$MEGAPONDER_BEGUN_FILE"; exit 1')
+    assert launch(SCRIPTS[0], fakes, "c.yaml").returncode == 69
+    own = fakes / "begun"
+    monkeypatch.setenv("MEGAPONDER_BEGUN_FILE", str(own))
+    with exit_code.noted():
+        assert own.exists()
 
 
 def _heed() -> None:

@@ -72,6 +72,22 @@ def test_same_layout_is_exact_right_at_an_epochs_edge(base: Base):
         assert all((other[name] == tensor).all() for other in weights[1:]), name
 
 
+def test_another_batch_goes_on_behind_what_was_consumed(base: Base):
+    """Also where the batch that is now would not have needed as many sequences as were consumed."""
+    ways: dict[str, dict] = {
+        "smaller": {"train__global_batch": 1},
+        "larger": {"train__global_batch": 8},
+        "ramped": {"train__batch_rampup": [1, 1, 30]},
+    }
+    jobs = [base.copy(f"batch-{name}", upto=6) | changes for name, changes in ways.items()]
+    _, output = run("run_many", 1, jobs=jobs)
+    assert "Warning: train.global_batch was 4 up to this checkpoint and is 1 from here." in output
+    for name, last in (("smaller", 26), ("larger", 40), ("ramped", 30)):
+        rows = base.rows(f"batch-{name}")
+        assert rows[6]["sequences"] == 24 and rows[8]["sequences"] == last, name
+        assert np.isfinite(rows[8]["loss"])
+
+
 @pytest.fixture(scope="module")
 def resharded(base: Base) -> str:
     """All layouts of LAYOUTS, continued from the one-process checkpoint of step 3; returns what they printed."""
