@@ -20,6 +20,10 @@ class UserError(Exception):
 
     exit_code = 2
 
+    def __init__(self, message: str):
+        # one line, whatever a file or a name in it holds
+        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in message))
+
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 """A disk that takes nothing more; the error often names no file."""
@@ -51,6 +55,5 @@ class ConfigError(UserError):
     """A field of the configuration breaks a rule."""
 
     def __init__(self, field: str, value: object, rule: str, fix: str):
-        field = field if field.isprintable() else ascii(field)[1:-1]  # a sentence is one line, whatever a file says
         super().__init__(f"{field} = {value!r}: {rule}; {fix}.")
         self.field, self.value, self.rule, self.fix = field, value, rule, fix

@@ -48,7 +48,7 @@ def damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
         files = listed(folder)
     except FileNotFoundError:
         return f"it has no {MANIFEST}"
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         return f"its {MANIFEST} cannot be read ({error})"
     for name, want in files.items():
         path = folder / name

@@ -87,7 +87,8 @@ def load(path: Path, stage: MegatronModule, optimizer: MegatronOptimizer | None 
 
 
 def _load(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    return dist_checkpointing.load(wanted, str(path))
+    with stored.reading(path):
+        return dist_checkpointing.load(wanted, str(path))
 
 
 def _load_model(path: Path, stage: MegatronModule, model: dict[str, Any]) -> None:

@@ -7,6 +7,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import pydantic
+from pydantic import NonNegativeInt
+
 from megaponder import files
 
 STATE = "state.json"
@@ -17,13 +20,13 @@ CONFIG = "config.yaml"
 class TrainState:
     """Position of a run, written into every checkpoint."""
 
-    step: int = 0
+    step: NonNegativeInt = 0
     """Steps done, skipped ones included."""
-    sequences: int = 0
+    sequences: NonNegativeInt = 0
     """Sequences consumed by all ranks together: the data position, whatever the layout."""
-    tokens: int = 0
+    tokens: NonNegativeInt = 0
     """Tokens in these sequences."""
-    skipped: int = 0
+    skipped: NonNegativeInt = 0
     """Steps without an update, because their numbers were bad."""
     losses: list[float] = field(default_factory=list)
     """Of the last steps, for the test of spikes; empty where it is off."""
@@ -61,10 +64,20 @@ def save_state(folder: Path, state: TrainState, contents: Contents) -> None:
 
 
 def load_state(folder: Path) -> tuple[TrainState, Contents]:
-    """Read `state.json`; unknown keys of later versions are ignored."""
-    values: dict[str, Any] = json.loads((folder / STATE).read_text())
-    return _build(TrainState, values), _build(Contents, values["contents"])
+    """Read `state.json`; unknown keys of later versions are ignored.  ValueError if it is not one."""
+    try:
+        values: Any = json.loads((folder / STATE).read_text())
+        if not isinstance(values, dict) or not isinstance(values.get("contents"), dict):
+            raise ValueError("it has no contents")
+        return _build(TrainState, values), _build(Contents, values["contents"])
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{STATE} is wrong: {where} = {first['input']!r}: {first['msg']}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{STATE} is not the state of a run ({error})") from None
 
 
 def _build(cls: type, values: dict[str, Any]) -> Any:
-    return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
+    known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
+    return pydantic.TypeAdapter(cls).validate_json(json.dumps(known), strict=True)  # strict with Python wants instances

@@ -9,13 +9,18 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+from megaponder.errors import UserError
 
 BESIDES = ("optimizer.", "random.")
 """First parts of names that are no parameter's."""
@@ -76,6 +81,21 @@ def files(path: Path) -> set[str]:
     return {info.relative_path for info in index(path).storage_data.values()}
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """One sentence for whatever PyTorch and megatron-core make of files that are not what they should be."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (Exception, CheckpointException) as error:
+        first = next(iter(str(error).splitlines()), "")
+        raise UserError(
+            f"Checkpoint {path} cannot be loaded ({type(error).__name__}: {first}), although its files fit its "
+            "manifest; they were changed with it, or another version wrote them: take an earlier checkpoint or a copy."
+        ) from error
+
+
 class _Reader(dcp.FileSystemReader):
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         found = index(Path(self.path))
@@ -110,7 +130,7 @@ def module_name(name: str) -> str:
 def read(path: Path, names: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
     """Whole tensors on the CPU."""
     state = {name: torch.empty(m.size, dtype=m.properties.dtype) for name, m in names.items()}
-    with warnings.catch_warnings():
+    with reading(path), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "assuming the intent is to load in a single process": it is
         dcp.load(state, storage_reader=_Reader(str(path)), no_dist=True)
     return state

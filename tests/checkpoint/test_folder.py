@@ -107,6 +107,15 @@ def plant_code(path: Path) -> None:
     manifest.seal(path)
 
 
+def change_state(**changes: object):
+    def harm(path: Path) -> None:
+        values = json.loads((path / "state.json").read_text()) | changes
+        (path / "state.json").write_text(json.dumps(values))
+        manifest.seal(path)
+
+    return harm
+
+
 def lose_the_manifest(path: Path) -> None:
     (path / "manifest.json").unlink()
 
@@ -127,6 +136,14 @@ def spoil_the_manifest(path: Path) -> None:
         (plant_code, ".metadata is not an index of tensors (it asks for posix.mkdir)"),
         (lambda path: seal_again(path, "../x"), "its .metadata names '../x', which is not a file in this folder"),
         (lambda path: seal_again(path, objects=("weight",)), "weight is a pickled object, not a tensor"),
+        (change_state(step=3), "its state.json is of step 3"),
+        (change_state(step="2"), "state.json is wrong: step = '2': "),
+        (change_state(step=True), "state.json is wrong: step = True: "),
+        (change_state(sequences=-8), "state.json is wrong: sequences = -8: "),
+        (change_state(tokens=80.5), "state.json is wrong: tokens = 80.5: "),
+        (change_state(losses=["x"]), "state.json is wrong: losses.0 = 'x': "),
+        (change_state(contents=[]), "state.json is not the state of a run (it has no contents)"),
+        (lambda path: (path / "manifest.json").write_text("[" * 100_000), "manifest.json cannot be read"),
         (lose_the_manifest, "no manifest.json"),
         (spoil_the_manifest, "manifest.json cannot be read"),
     ],
