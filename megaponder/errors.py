@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import errno
+import os
 
 LOST = 69
 """sysexits.h calls it EX_UNAVAILABLE."""
@@ -40,9 +41,22 @@ IN_THE_WAY = {
 def of_file(error: OSError) -> UserError | None:
     """The sentence for a file that cannot be read or written; None for what is no file's fault (a connection)."""
     name = error.filename2 or error.filename  # of a file that takes another's place the second is what a user knows
+    name = os.fsdecode(name) if isinstance(name, bytes) else name
     if name is None and error.errno not in FULL:
         return None
     return UserError(f"{name or 'A file'}: {IN_THE_WAY.get(error.errno or 0, error.strerror or error)}.")
+
+
+def out_of_memory(error: RuntimeError) -> UserError | None:
+    """The sentence for memory that ran out, of a GPU or of the host; None for other errors."""
+    text = str(error)
+    if type(error).__name__ != "OutOfMemoryError" and "can't allocate memory" not in text:
+        return None
+    what = next((line for line in text.splitlines() if line.strip()), "").strip().rstrip(".")
+    return UserError(
+        f"Memory ran out ({what}); use a smaller train.micro_batch, parallel.recompute: layer or more model-parallel "
+        "processes; `megaponder plan` shows what it counts on."
+    )
 
 
 class LostRank(UserError):  # noqa: N818  the sentence is for a user

@@ -37,7 +37,8 @@ def begin(root: Path, step: int) -> Path:
     """An empty folder to write into."""
     path = temporary(root, step)
     shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(parents=True)
+    root.mkdir(exist_ok=True)  # not its parent: a run folder that was removed shall not come back without its lock
+    path.mkdir()
     return path
 
 

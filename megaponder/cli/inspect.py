@@ -134,12 +134,12 @@ def _audit(prefixes: list[str]) -> int:
 def _checkpoint(path: Path, tensors: bool) -> int:
     from megaponder.checkpoint import manifest, stored
     from megaponder.checkpoint.choose import locate
-    from megaponder.checkpoint.state import CONFIG, load_state
-    from megaponder.config.load import load_config
+    from megaponder.checkpoint.state import load_state
+    from megaponder.checkpoint.weights import read_config
 
     folder = locate(path)
     state, contents = load_state(folder)
-    cfg = load_config(folder / CONFIG, [])
+    cfg = read_config(folder)
     found = stored.parameters(folder)
     count = sum(m.size.numel() for m in found.values())
     m = cfg.model

@@ -7,7 +7,7 @@ import argparse
 from megaponder.cli.parser import Commands
 from megaponder.cli.report import report_error
 from megaponder.config import launcher
-from megaponder.errors import LostRank, of_file
+from megaponder.errors import LostRank, of_file, out_of_memory
 
 SUMMARY = "train a model, or continue a run from its newest complete checkpoint"
 OVERRIDES = True
@@ -89,6 +89,10 @@ def run(args: argparse.Namespace) -> int:
             exit_code.leave(error.exit_code)
         except OSError as error:  # a full disk, above all
             if (problem := of_file(error)) is None:
+                raise
+            raise problem from error
+        except RuntimeError as error:
+            if (problem := out_of_memory(error)) is None:
                 raise
             raise problem from error
         return exit_code.stopped(code)

@@ -33,6 +33,8 @@ def load_config(path: str | os.PathLike[str] | None, overrides: list[str] | None
     replaces the file's: `--train.steps 10` drops its train.tokens.  ConfigError for the first mistake.
     """
     data = yaml_file.read(path) if path is not None else {}
+    if data is None and not overrides:
+        raise ConfigError("configuration file", str(path), "it is empty", "configs/ has examples")
     if data is None:
         data = {}
     if not isinstance(data, Mapping):
@@ -77,7 +79,7 @@ def _adapter() -> pydantic.TypeAdapter[RunConfig]:
 def from_mapping(data: Mapping[str, Any]) -> RunConfig:
     """RunConfig of nested plain data; ConfigError for unknown names and wrong types."""
     _refuse_unknown(data)
-    _refuse_non_finite(data)
+    _refuse_non_values(data)
     try:
         # JSON mode is strict about scalars (true is no integer, "3" is no number) and still builds the dataclasses
         return _adapter().validate_json(pydantic.TypeAdapter(Any).dump_json(data), strict=True)
@@ -100,14 +102,17 @@ def _refuse_unknown(data: Mapping[str, Any]) -> None:
             raise _unknown(str(key), value)
 
 
-def _refuse_non_finite(value: Any, name: str = "") -> None:
-    """JSON has no NaN and no infinity, so they would arrive as null, which many fields take for their default."""
+def _refuse_non_values(value: Any, name: str = "") -> None:
+    """JSON has no NaN and no infinity, so they would arrive as null, which many fields take for their default; no
+    path may hold a null character."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            _refuse_non_finite(inner, f"{name}.{key}" if name else str(key))
+            _refuse_non_values(inner, f"{name}.{key}" if name else str(key))
     elif isinstance(value, list | tuple):
         for inner in value:
-            _refuse_non_finite(inner, name)
+            _refuse_non_values(inner, name)
+    elif isinstance(value, str) and "\0" in value:
+        raise ConfigError(name, value, "no text may hold a null character", "take it out")
     elif isinstance(value, float) and not math.isfinite(value):
         field = all_fields().get(name)
         fix = f"the default is {show(field.default)}" if field else "write one"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from megaponder.errors import ConfigError
 def parse(text: str, name: str) -> Any:
     """The value of a YAML text; `name` is the file or option that it came from, for the error."""
     try:
-        return YAML(typ="safe", pure=True).load(text)
+        value = YAML(typ="safe", pure=True).load(text)
+        json.dumps(value, default=str, skipkeys=True)
+        return value
     except YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
@@ -29,6 +32,9 @@ def parse(text: str, name: str) -> Any:
         problem = problem.partition(" with value ")[0] if isinstance(error, DuplicateKeyError) else problem
         rule = f"not YAML ({where}{problem})"
         raise ConfigError(name, _excerpt(text, mark), rule, "write `key: value` lines") from None
+    except (RecursionError, ValueError) as error:  # nested too deep or into itself, a number of thousands of digits
+        rule = "it nests too deep" if isinstance(error, RecursionError) else str(error).partition(";")[0]
+        raise ConfigError(name, _excerpt(text, None)[:80], rule, "write plain values") from None
 
 
 def _excerpt(text: str, mark: Any) -> str:
@@ -40,6 +46,8 @@ def read(path: str | os.PathLike[str]) -> Any:
     """The value of a YAML file; ConfigError if it is absent, unreadable or not YAML."""
     path = Path(path)
     try:
+        if path.exists() and not (path.is_file() or path.is_fifo() or path.is_dir()):
+            raise ConfigError("configuration file", str(path), "it is no file", "name a YAML file")
         return parse(path.read_text(encoding="utf-8"), str(path))
     except FileNotFoundError:
         folder = path.parent

@@ -9,6 +9,7 @@ Training reads the pair with megatron-core's IndexedDataset; this module checks 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import struct
@@ -102,6 +103,8 @@ def read_index(prefix: str | os.PathLike[str]) -> Index:
     prefix = os.fspath(prefix)
     idx, bin_ = prefix + ".idx", prefix + ".bin"
     for path in (idx, bin_):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), open(path, "rb"):
+            continue  # it is there, and what keeps it from being read says so itself
         if not os.path.isfile(path):
             near = sorted(p.stem for p in Path(path).parent.glob("*.idx"))[:5]
             hint = f"datasets in that folder: {', '.join(near)}" if near else "no dataset lies in that folder"

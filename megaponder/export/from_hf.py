@@ -53,6 +53,7 @@ def import_hf(
     do not fit, and when the logits of the two models differ by more than `tolerance` of the largest logit.
     """
     need_transformers("megaponder import")
+    reference.check_tolerance(tolerance)
     source, out = Path(source), Path(out)
     hf = folder.read_json(source / "config.json")
     cfg = run_config(hf, source, out, frozenset(ignore or ()))

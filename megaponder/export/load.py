@@ -63,6 +63,10 @@ def build_model(cfg: RunConfig, plain: names.Tensors, eos: int | None = None) ->
     with torch.device("meta"):
         model = MegaponderForCausalLM(MegaponderConfig(**fields))
     tied = {"lm_head.weight": plain["model.embed_tokens.weight"]} if cfg.model.tie_embeddings else {}
-    model.load_state_dict({**plain, **tied}, strict=True, assign=True)
+    try:
+        model.load_state_dict({**plain, **tied}, strict=True, assign=True)
+    except RuntimeError as error:
+        first = [line.strip() for line in str(error).splitlines()][1:2]
+        raise UserError(f"The checkpoint's weights do not fit its configuration: {' '.join(first)}") from None
     model.tie_weights()
     return model.eval()

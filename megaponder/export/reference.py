@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megaponder.config.schema import ParallelConfig, PrecisionConfig, RunConfig
-from megaponder.errors import UserError
+from megaponder.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from megaponder.engine.step import Engine
@@ -89,6 +90,12 @@ def prompts(cfg: RunConfig) -> list[Tensor]:
 
 
 @torch.no_grad()
+def check_tolerance(tolerance: float) -> None:
+    """ConfigError for a tolerance that nothing meets, or that everything does; before the work."""
+    if not 0 < tolerance < math.inf:
+        raise ConfigError("tolerance", tolerance, "it must be a positive number", "the default is 1e-4")
+
+
 def engine_logits(engine: Engine, ids: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
     """FP32 logits [b, n, V] of the checkpoint: of one forward, and those that decoding must give.
 

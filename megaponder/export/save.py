@@ -24,7 +24,10 @@ def save_weights(root: Path, cfg: RunConfig, stage: PonderStage, force: bool = F
     target = folder.final(root, 0)
     if target.exists() and not force:
         raise UserError(f"{target} exists already; choose another folder, or say --force to replace it.")
+    if (others := [p for step, p in folder.published(root).items() if step]) and not force:
+        raise UserError(f"{others[0]} is of a run, which would not start from an import; choose another folder.")
     try:
+        root.mkdir(parents=True, exist_ok=True)
         path = folder.begin(root, 0)
         results.use(path / ".results-0")
         dist_checkpointing.save(

@@ -76,6 +76,7 @@ def export(
     Raises UserError when they differ by more than `tolerance` of the largest logit, or when `out` exists.
     """
     need_transformers("megaponder export")
+    reference.check_tolerance(tolerance)
     source = locate(checkpoint)
     cfg, state = read_weights(source)
     state = cast(names.local_names(state), dtype)

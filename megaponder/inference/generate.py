@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def generate(
     Raises UserError for values out of range, a source without tokenizer, or text that exceeds the longest sequence.
     """
     need_transformers("megaponder generate")
-    _check(prompts, max_new_tokens, temperature, top_k, top_p)
+    _check(prompts, max_new_tokens, temperature, top_k, top_p, seed)
     loaded = load(source, tokenizer, device)
     ids, mask = _batch(loaded, prompts, max_new_tokens)
     if seed is not None:
@@ -83,10 +84,20 @@ def generate(
 def load(source: str | Path, tokenizer: str | None = None, device: str | None = None) -> Source:
     """Model and tokenizer of an export folder (it has a config.json), of a checkpoint or of a run folder."""
     path = Path(source)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = _device(device)
     if (path / "config.json").is_file():
         return _from_export(path, tokenizer, device)
     return _from_checkpoint(path, tokenizer, device)
+
+
+def _device(name: str | None) -> str:
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    gpus = torch.cuda.device_count()
+    legal = ["cpu", *(["cuda"] if gpus else []), *(f"cuda:{i}" for i in range(gpus))]
+    if name not in legal:
+        raise ConfigError("device", name, "this machine has no such device", f"use {' or '.join(legal)}")
+    return name
 
 
 def _from_export(path: Path, tokenizer: str | None, device: str) -> Source:
@@ -120,13 +131,25 @@ def _from_checkpoint(path: Path, tokenizer: str | None, device: str) -> Source:
     return Source(model, words, eos, cfg.model.max_positions)
 
 
-def _check(prompts: list[str], max_new_tokens: int, temperature: float, top_k: int, top_p: float) -> None:
+COLDEST = 1e-4
+"""Below it logits divided by the temperature leave the range of FP32."""
+
+
+def _check(
+    prompts: list[str], max_new_tokens: int, temperature: float, top_k: int, top_p: float, seed: int | None
+) -> None:
     if not prompts:
         raise UserError("there is no prompt; give at least one, which may be empty.")
+    for prompt in prompts:
+        if any("\ud800" <= c <= "\udfff" for c in prompt):
+            raise ConfigError("prompt", prompt, "it is not valid UTF-8", "write it in UTF-8")
+    if seed is not None and not 0 <= seed < 2**63:
+        raise ConfigError("seed", seed, "it must be at least 0 and less than 2^63", "use 0")
     if max_new_tokens < 1:
         raise ConfigError("max_new_tokens", max_new_tokens, "it must be at least 1", "use 1 or more")
-    if not temperature >= 0:
-        raise ConfigError("temperature", temperature, "it must not be negative", "use 0 for greedy text")
+    if not (temperature == 0 or COLDEST <= temperature < math.inf):
+        rule = f"it must be 0, or a number from {COLDEST:g}"
+        raise ConfigError("temperature", temperature, rule, "use 0 for greedy text")
     if top_k < 0:
         raise ConfigError("top_k", top_k, "it must not be negative", "use 0 to keep every token")
     if not 0 < top_p <= 1:
@@ -140,11 +163,19 @@ def _batch(source: Source, prompts: list[str], max_new_tokens: int) -> tuple[Ten
     rows = [row or start for row in rows]
     if not all(rows):
         raise UserError("an empty prompt needs an end-of-document token to start from, and the tokenizer has none.")
+    largest, size = max(map(max, rows)), source.model.config.vocab_size
+    if largest >= size:
+        raise UserError(f"the tokenizer gives token id {largest}, and the model has {size} ids: name the model's own.")
     longest = max(map(len, rows))
+    if longest >= source.max_positions:
+        raise UserError(
+            f"a prompt of {longest} tokens leaves no room in the model's longest sequence of {source.max_positions}; "
+            "shorten it."
+        )
     if longest + max_new_tokens > source.max_positions:
         raise UserError(
             f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the model's longest sequence of "
-            f"{source.max_positions}; ask for at most {max(0, source.max_positions - longest)}."
+            f"{source.max_positions}; ask for at most {source.max_positions - longest}."
         )
     pad = 0 if source.eos_id is None else source.eos_id
     ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=source.model.device)

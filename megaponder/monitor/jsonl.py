@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,19 @@ class JsonLines:
         self._path = run / NAME
         self._file = self._path.open("a", buffering=1)
 
+    def _is_there(self) -> bool:
+        try:
+            return os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return False
+
     def write(self, row: Row) -> None:
-        """Append a row."""
+        """Append a row; UserError where the file cannot take it or is no longer there, since rows would be lost."""
+        if not self._is_there():
+            raise UserError(
+                f"{self._path} was removed, moved or replaced while the run was going; put the run folder back and "
+                "start the same command again."
+            )
         try:
             self._file.write(json.dumps(row.flat()) + "\n")
         except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,12 +20,19 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
+def _quiet_writer(args: threading.ExceptHookArgs) -> None:
+    """TensorBoard's writer keeps an error for whoever writes next, who says it in a sentence."""
+    if not (isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard.")):
+        threading.__excepthook__(args)
+
+
 class TensorBoard:
     """Events in <run>/tensorboard; after a resume, events beyond `step` are hidden, in a replay all of them."""
 
     def __init__(self, run: Path, step: int, replay: bool = False):
         from torch.utils.tensorboard import SummaryWriter
 
+        threading.excepthook = _quiet_writer
         self._writer = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1 if step or replay else None)
 
     def write(self, row: Row) -> None:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaponder.config import launcher
-from megaponder.config.facts import facts_of
+from megaponder.config.facts import MethodFacts, facts_of
 from megaponder.config.fields import value_of
 from megaponder.config.gpus import find_gpu
 from megaponder.config.load import dump, load_config
 from megaponder.config.resolve import resolve
 from megaponder.config.rules import check
-from megaponder.config.rules.case import this_machine
+from megaponder.config.rules.case import Machine, this_machine
 from megaponder.config.schema import RunConfig
 from megaponder.data.check import check_data, fill_from_data
-from megaponder.errors import ConfigError
+from megaponder.errors import ConfigError, UserError
 from megaponder.monitor.throughput import Costs
 from megaponder.ponder.base import Method
 
@@ -46,9 +47,34 @@ def complete(cfg: RunConfig) -> RunConfig:
 
     cfg = resolve(cfg)
     cfg = fill_from_data(cfg, check_data(cfg))
-    world = launcher.place().world_size
-    check(cfg, facts_of(method_of(cfg), cfg.train.seed), world, this_machine(), needs_data=True)
+    world, machine = launcher.place().world_size, this_machine()
+    facts = facts_of(method_of(cfg), cfg.train.seed)
+    check(cfg, facts, world, machine, needs_data=True)
+    _refuse_what_cannot_fit(cfg, facts, world, machine)
     return cfg
+
+
+def _refuse_what_cannot_fit(cfg: RunConfig, facts: MethodFacts, world_size: int, machine: Machine) -> None:
+    """UserError for a model whose weights, gradients and optimizer state alone are more than the machine's memory."""
+    import torch
+
+    from megaponder.plan.memory import GIB, rank_memory
+    from megaponder.ponder.settings import method_of
+
+    passes = method_of(cfg).passes(cfg.train.seed, 0)
+    stages = range(cfg.parallel.pipeline)
+    parts = [rank_memory(cfg, facts, passes, world_size, stage) for stage in stages]
+    need = max(p.weights + p.gradients + p.optimizer for p in parts)
+    if machine.device == "cuda":
+        room, where = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory, "a GPU here"
+    else:
+        room, where = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine"
+    if need > room:
+        raise UserError(
+            f"The model does not fit: its weights, gradients and optimizer state take {need / GIB:,.1f} GiB of the "
+            f"{room / GIB:,.1f} GiB of {where}; take a smaller one, or spread it over more processes with "
+            "parallel.tensor, parallel.pipeline or parallel.distributed_optimizer (see megaponder plan)."
+        )
 
 
 def patience(cfg: RunConfig) -> tuple[float, float]:

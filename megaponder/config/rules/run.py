@@ -26,6 +26,8 @@ RANGES: tuple[tuple[str, float, bool, float, bool], ...] = (
     ("train.eval_batches", 0, True, math.inf, False),
     ("train.method_only_steps", 0, True, math.inf, False),
     ("train.seed", 0, True, 2**31, False),
+    ("data.shuffle_seed", 0, True, 2**31, False),
+    ("parallel.microbatch_group", 1, True, math.inf, False),
     ("checkpoint.every", 0, True, math.inf, False),
     ("checkpoint.keep_last", 1, True, math.inf, False),
     ("checkpoint.keep_every", 0, True, math.inf, False),
@@ -177,12 +179,17 @@ def profiled_steps_are_a_pair(c: Case) -> None:
     ok = not steps or (len(steps) == 2 and 1 <= steps[0] <= steps[1])
     rule = "it must be empty, or the first and the last step, counted from 1"
     require(ok, "logging.profile_steps", steps, rule, "use [4, 5]")
+    ranks, last = c.cfg.logging.profile_ranks, c.world_size - 1
+    ok = all(0 <= rank <= last for rank in ranks)
+    require(ok, "logging.profile_ranks", ranks, f"it must name ranks from 0 to {last}", "use [0]")
 
 
 def run_is_a_folder(c: Case) -> None:
     """The run folder may be absent, but no file may have its name."""
     path = Path(c.cfg.run)
     require(bool(c.cfg.run.strip()), "run", c.cfg.run, "it must name a folder", "for example runs/first")
+    ok = path.absolute() != Path(path.anchor or "/")
+    require(ok, "run", c.cfg.run, "it is the root of the file system", "for example runs/first")
     ok = not path.exists() or path.is_dir()
     require(ok, "run", c.cfg.run, "a file has this name", f"for example {c.cfg.run}-run")
     saved = path / "checkpoints"
