@@ -23,7 +23,7 @@ def read_config(folder: Path) -> RunConfig:
     try:
         cfg = load_config(folder / CONFIG, [])
         resolved = resolve(cfg)
-        for rule in model.RULES:
+        for rule in model.SHAPES:
             rule(Case(resolved, facts_of(method_of(resolved), resolved.train.seed), 1))
     except ConfigError as error:
         raise UserError(f"Checkpoint {folder} has a configuration that no run can have had: {error}") from None

@@ -33,8 +33,6 @@ def load_config(path: str | os.PathLike[str] | None, overrides: list[str] | None
     replaces the file's: `--train.steps 10` drops its train.tokens.  ConfigError for the first mistake.
     """
     data = yaml_file.read(path) if path is not None else {}
-    if data is None and not overrides:
-        raise ConfigError("configuration file", str(path), "it is empty", "configs/ has examples")
     if data is None:
         data = {}
     if not isinstance(data, Mapping):

@@ -182,6 +182,12 @@ def test_a_damaged_checkpoint_is_replaced_when_the_run_passes_it_again(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
 
 
+def test_a_run_folder_that_was_removed_does_not_come_back(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        folder.begin(tmp_path / "gone" / "checkpoints", 1)
+    assert not (tmp_path / "gone").exists()
+
+
 def test_locate_explains_itself(tmp_path):
     with pytest.raises(UserError, match="There is no checkpoint or run folder"):
         locate(tmp_path / "nothing")

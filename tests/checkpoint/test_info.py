@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megaponder.checkpoint import folder, inspect_checkpoint, load_weights
+from megaponder.checkpoint import folder, inspect_checkpoint, load_weights, manifest
 from megaponder.checkpoint.state import CONFIG, Contents, TrainState, save_state
 from megaponder.config.load import dump
 from megaponder.config.resolve import resolve
@@ -50,6 +51,27 @@ def test_info(tmp_path):
     }  # fmt: skip
     assert info.total == sum(info.parameters.values()) and "1 layers, hidden 8" in info.model
     assert info.bytes > 4 * info.total
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        (CONFIG, "", "model.family = None"),
+        (
+            CONFIG,
+            "model: {family: llama, num_layers: 1, hidden_size: 8, num_heads: 3, vocab_size: 90}",
+            "it must divide",
+        ),
+        ("__0_0.distcp", "junk", "cannot be loaded (CheckpointException"),
+    ],
+)
+def test_what_was_changed_with_its_manifest_is_a_sentence(tmp_path, name, content, words):
+    path = build(tmp_path)
+    (path / name).write_text(content)
+    manifest.seal(path)
+    with pytest.raises(UserError, match=re.escape(words)) as caught:
+        load_weights(path)
+    assert str(path) in str(caught.value)
 
 
 def test_a_damaged_one_is_described_and_says_so(tmp_path):

@@ -109,6 +109,10 @@ def test_refusals_name_field_value_rule_and_what_is_legal(tmp_path: Path, text: 
         ("train: {steps: 3, steps: 4}", 'duplicate key "steps");'),
         ("train: [", "not YAML (line 1"),
         ("- 3", "it must hold sections"),
+        ("ponder: &p {method: loop, options: *p}", "Circular reference"),
+        ("[" * 5000, "it nests too deep"),
+        ("train: {steps: " + "1" * 5000 + "}", "Exceeds the limit"),
+        ('run: "a\\0b"', "run = 'a\\x00b': no text may hold a null character"),
         ("just text", "it must hold sections"),
     ],
 )

@@ -35,6 +35,10 @@ def broken(
 
 BROKEN: list[Broken] = [
     broken("model.num_layers", "at least 1", model__num_layers=0),
+    broken("data.shuffle_seed", "at least 0", data__shuffle_seed=-1),
+    broken("parallel.microbatch_group", "at least 1", parallel__microbatch_group=0),
+    broken("logging.profile_ranks", "ranks from 0 to", logging__profile_ranks=[99999]),
+    broken("run", "the root of the file system", run="/"),
     broken("model.vocab_size", "at least 2", model__vocab_size=1),
     broken("model.num_heads", "divide model.hidden_size = 768; the nearest is 6", model__num_heads=7),
     broken("model.num_kv_heads", "divide model.num_heads = 12; the nearest is 4", model__num_kv_heads=5),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megaponder.errors import UserError
 from megaponder.export.to_hf import export
@@ -77,9 +78,28 @@ def test_end_of_document_ends_the_text(run: Path, monkeypatch: pytest.MonkeyPatc
         ({"prompts": []}, "there is no prompt"),
         ({"tokenizer": "none"}, "names no tokenizer"),
         ({"source": "nowhere"}, "nowhere"),
+        ({"temperature": float("nan")}, "temperature = nan"),
+        ({"temperature": float("inf")}, "temperature = inf"),
+        ({"temperature": 1e-40}, "temperature = 1e-40"),
+        ({"seed": 10**30}, "less than 2"),
+        ({"seed": -1}, "seed = -1"),
+        ({"device": "cuda:99"}, "this machine has no such device"),
+        ({"device": "meta"}, "this machine has no such device"),
+        ({"prompts": ["\udcff"]}, "not valid UTF-8"),
+        ({"prompts": ["0123456789" * 7]}, "leaves no room in the model's longest sequence of 64; shorten it"),
     ],
 )
 def test_mistakes(run: Path, change: dict[str, object], words: str) -> None:
     call = {"source": run / "run", "prompts": ["0123456789"], **change}
     with pytest.raises(UserError, match=words):
         generate(**call)  # type: ignore[arg-type]
+
+
+def test_a_tokenizer_of_another_model_is_refused(run: Path, tmp_path: Path) -> None:
+    words = {f"w{i}": i for i in range(300)} | {"</s>": 300}
+    own = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    own.pre_tokenizer = pre_tokenizers.Whitespace()
+    own.add_special_tokens(["</s>"])
+    own.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match="the tokenizer gives token id 299, and the model has 257 ids"):
+        generate(run / "run", ["w5 w299"], tokenizer=str(tmp_path / "tokenizer.json"))

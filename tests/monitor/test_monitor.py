@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import threading
 
 import pytest
 
 from megaponder.config.schema import LoggingConfig, RunConfig, TrainConfig
-from megaponder.errors import ConfigError
+from megaponder.errors import ConfigError, UserError
 from megaponder.monitor import console, jsonl
 from megaponder.monitor.identity import run_id
 from megaponder.monitor.monitor import Monitor
 from megaponder.monitor.registry import amount
 from megaponder.monitor.row import Row
 from megaponder.monitor.throughput import Costs, Throughput
-from megaponder.monitor.trackers import WandB
+from megaponder.monitor.trackers import TensorBoard, WandB
 
 
 def test_rates_by_hand():
@@ -113,6 +115,35 @@ def test_tensorboard_has_the_names_and_hides_what_a_resume_repeats(tmp_path):
     events.Reload()
     assert set(events.Tags()["scalars"]) == {"train/loss", "ponder/depth", "train/tokens"}
     assert [e.step for e in events.Scalars("train/loss")] == list(range(1, 9))
+
+
+def test_a_metrics_file_that_was_taken_away_is_told(tmp_path):
+    """Its rows would go to a file that nobody can open any more."""
+    for name, take_away in (
+        ("removed", lambda run: shutil.rmtree(run)),
+        ("moved", lambda run: run.rename(tmp_path / "elsewhere")),
+        ("replaced", lambda run: (run / "metrics.jsonl").rename(run / "old") and (run / "metrics.jsonl").touch()),
+    ):
+        run = tmp_path / name
+        run.mkdir()
+        lines = jsonl.JsonLines(run)
+        lines.write(rows([1])[0])
+        take_away(run)
+        with pytest.raises(UserError, match="was removed, moved or replaced while the run was going"):
+            lines.write(rows([2])[0])
+
+
+def test_tensorboards_thread_prints_no_traceback(tmp_path, capfd):
+    tracker = TensorBoard(tmp_path, 0)
+    shutil.rmtree(tmp_path / "tensorboard")
+    with pytest.raises(FileNotFoundError):
+        for row in rows(range(1, 50)):
+            tracker.write(row)
+    assert "Traceback" not in capfd.readouterr().err
+    thread = threading.Thread(target=lambda: 1 / 0)
+    thread.start()
+    thread.join()
+    assert "ZeroDivisionError" in capfd.readouterr().err, "errors of other threads are still shown"
 
 
 def test_ranks_that_do_not_log_write_nothing(tmp_path, capsys):

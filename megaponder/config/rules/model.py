@@ -34,12 +34,17 @@ def heads_divide_hidden(c: Case) -> None:
 
 
 def kv_heads_divide_heads(c: Case) -> None:
-    """Each key/value head serves an equal group of query heads; only llama has fewer of them than query heads."""
+    """Each key/value head serves an equal group of query heads."""
     m = c.cfg.model
     assert m.num_heads and m.num_kv_heads
     near = nearest_divisor(m.num_kv_heads, m.num_heads)
     rule = f"it must divide model.num_heads = {m.num_heads}"
     require(m.num_heads % m.num_kv_heads == 0, "model.num_kv_heads", m.num_kv_heads, rule, f"the nearest is {near}")
+
+
+def grouped_heads_are_llamas(c: Case) -> None:
+    """Only llama has fewer key/value heads than query heads."""
+    m = c.cfg.model
     require(
         m.family == "llama" or m.num_kv_heads == m.num_heads,
         "model.num_kv_heads", m.num_kv_heads, f"{m.family} has no grouped-query attention", f"use {m.num_heads}",
@@ -82,11 +87,11 @@ def numbers_are_positive(c: Case) -> None:
         require(ok, f"model.{name}", value, "it must be positive", "use auto")
 
 
+SHAPES: tuple[Rule, ...] = (sizes_are_positive, heads_divide_hidden, kv_heads_divide_heads, rotary_dims_are_even)
+"""Without these a model cannot be built at all."""
 RULES: tuple[Rule, ...] = (
-    sizes_are_positive,
-    heads_divide_hidden,
-    kv_heads_divide_heads,
-    rotary_dims_are_even,
+    *SHAPES,
+    grouped_heads_are_llamas,
     parallel_residual_is_pythia,
     numbers_are_positive,
 )
