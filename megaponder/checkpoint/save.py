@@ -33,6 +33,8 @@ Published = Callable[[Path, float], None]
 
 def _failed(path: Path, reason: str) -> UserError:
     free = shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
+    if "results_queue" in reason or "inline_container" in reason:  # what writers whose bytes were not taken say
+        reason = "its writers failed, as they do on a full disk and at a limit of file sizes"
     return UserError(
         f"The checkpoint could not be written to {path} ({reason}; {free / 1e9:.1f} GB are free there); earlier ones, "
         "if any, are whole."

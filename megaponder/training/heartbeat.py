@@ -135,15 +135,16 @@ class Heartbeat:
     def _write(self) -> None:
         step, phase, _ = self._now
         me = {"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid(), "step": step, "phase": phase}
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(exist_ok=True)  # not its parent: a run folder that was removed shall not come back
         temporary = self._path(self.rank).with_suffix(".tmp")
         temporary.write_text(json.dumps(me))
         temporary.replace(self._path(self.rank))
 
     def _ranks(self) -> list[dict[str, Any]]:
         """What every rank last said, with its age by the file system's own clock."""
-        self._write()
-        now = self._path(self.rank).stat().st_mtime
+        with contextlib.suppress(OSError):
+            self._write()
+        now = self._path(self.rank).stat().st_mtime if self._path(self.rank).exists() else time.time()
         found = []
         for rank in range(self.world):
             try:
@@ -158,13 +159,14 @@ class Heartbeat:
 
 
 def _words(said: dict[str, Any]) -> str:
-    where = f"rank {said['rank']} on {said['host']}, in {said['phase']} of step {said['step']}"
+    who, place = f"rank {said['rank']} on {said['host']}", f"in {said['phase']} of step {said['step']}"
     if said["age"] == float("inf"):
         return f"rank {said['rank']}, which has given no sign of life yet"
     if said["dead"]:
-        seen = f"{said['age']:.0f} s ago in {said['phase']} of step {said['step']}"
-        return f"rank {said['rank']} on {said['host']}, last seen {seen}, has ended"
-    return f"{where}, gives no sign of life for {said['age']:.0f} s" if said["gone"] else where
+        return f"{who}, last seen {said['age']:.0f} s ago {place}, has ended"
+    if said["gone"]:
+        return f"{who}, last seen {place}, gives no sign of life for {said['age']:.0f} s"
+    return f"{who}, {place}"
 
 
 def _runs(pid: int) -> bool:

@@ -17,6 +17,7 @@ def train(cfg: RunConfig) -> int:
     another rank is gone; whole checkpoints stay as they are.
     """
     warnings.filterwarnings("ignore", module=r"megatron\.core")  # deprecations of its own, and libraries it misses
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # its collectives
     cfg = setup.complete(cfg)
     groups = process_groups.init(cfg)  # it also prepares a machine without a GPU for the first import of megatron-core
     from megaponder.training.run import run
