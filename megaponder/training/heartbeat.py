@@ -27,7 +27,7 @@ import torch.distributed as dist
 from megaponder.errors import LOST, LostRank
 from megaponder.training import record
 from megaponder.training.rank_monitor import RankMonitor
-from megaponder.training.ranks import on_first_rank
+from megaponder.training.ranks import is_lost_connection, on_first_rank
 
 PHASES = ("start", "data", "agree", "forward_backward", "optimizer", "evaluate", "save")
 """In the order in which a step goes through them; in agree the ranks ask each other whether to stop."""
@@ -70,7 +70,7 @@ class Heartbeat:
         self._monitor.close()
         self._end.set()
         self._thread.join()
-        if error is not None and _is_lost_connection(error):
+        if error is not None and is_lost_connection(error):
             step, phase, _ = self._now
             end = time.monotonic() + 2  # a dying process closes its connections a moment before it is gone
             while time.monotonic() < end and not any(r["gone"] for r in self._ranks()):
@@ -174,12 +174,3 @@ def _runs(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def _is_lost_connection(error: BaseException) -> bool:
-    """Whether a collective failed because of another process; gloo raises plain RuntimeErrors."""
-    text = str(error)
-    signs = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL", "timed out", "Timed out")
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(sign in text for sign in signs)
-    )

@@ -6,6 +6,7 @@ import warnings
 
 from megaponder.config.schema import RunConfig
 from megaponder.engine import groups as process_groups
+from megaponder.errors import LostRank
 from megaponder.training import setup
 
 
@@ -19,10 +20,18 @@ def train(cfg: RunConfig) -> int:
     warnings.filterwarnings("ignore", module=r"megatron\.core")  # deprecations of its own, and libraries it misses
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # its collectives
     cfg = setup.complete(cfg)
-    groups = process_groups.init(cfg)  # it also prepares a machine without a GPU for the first import of megatron-core
-    from megaponder.training.run import run
+    try:
+        groups = process_groups.init(cfg)  # it also prepares a machine without a GPU for megatron-core's first import
+        from megaponder.training.run import run
 
-    code = run(cfg, groups)
+        code = run(cfg, groups)
+    except Exception as error:
+        from megaponder.training.ranks import is_lost_connection
+
+        if isinstance(error, LostRank) or not is_lost_connection(error):
+            raise
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        raise LostRank(f"Another rank was lost, or never came, before the first step ({why}).") from error
     # not after an error: a rank that fails alone must end at once instead of waiting for the others here
     process_groups.shutdown()
     return code
