@@ -257,8 +257,12 @@ class Method:
 
 MOST_PASSES = 1000
 """What an option that counts passes or slots may ask for; a plan of more only exhausts the host."""
-PASS_COUNTS = ("steps", "extra_passes", "latents", "jacobi", "jacobi_from", "jacobi_to", "pauses")
-"""Those options."""
+
+
+def pass_count(default: int) -> int:
+    """An option that counts passes or slots: a field of `Options` with that default, of at most `MOST_PASSES`."""
+    made: int = field(default=default, metadata={"most": MOST_PASSES})
+    return made
 
 
 def parse_options(cls: type[Method], values: Mapping[str, Any]) -> Any:
@@ -281,7 +285,7 @@ def parse_options(cls: type[Method], values: Mapping[str, Any]) -> Any:
                 f"it must be of type {want.__name__}",
                 f"the default is {getattr(defaults, name)!r}",
             )
-        most = MOST_PASSES if name in PASS_COUNTS else 2**31 - 1
+        most = known[name].metadata.get("most", 2**31 - 1)
         if type(value) is int and value > most:
             raise ConfigError(f"ponder.options.{name}", value, f"it must be at most {most:,}", f"the nearest is {most}")
     return cls.Options(**values)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from megaponder.errors import ConfigError
-from megaponder.ponder.base import ExitTools, Pass, register
+from megaponder.ponder.base import ExitTools, Pass, pass_count, register
 from megaponder.ponder.halting import at_least, fraction, linear32, ordered, ramp, smallest
 from megaponder.ponder.methods.aligned import AlignedHalting
 
@@ -37,7 +37,7 @@ class AdaPonderLM(AlignedHalting):
 
     @dataclass
     class Options:
-        steps: int = 3
+        steps: int = pass_count(3)
         """S: pondering steps; the model runs at most S + 1 passes."""
         threshold: float = 1e-4
         """tau: a token goes on while its gate is at least this."""

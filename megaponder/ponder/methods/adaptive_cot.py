@@ -29,6 +29,7 @@ from megaponder.ponder.base import (
     Pass,
     Readout,
     depth_scaled,
+    pass_count,
     register,
 )
 from megaponder.ponder.halting import at_least, fraction, linear32
@@ -47,7 +48,7 @@ class AdaptiveCot(Method):
 
     @dataclass
     class Options:
-        steps: int = 3
+        steps: int = pass_count(3)
         """K: the most latent steps of a token; the model runs at most K + 1 passes."""
         threshold: float = 0.01
         """tau: a token goes on while its reach is at least this."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megaponder.errors import ConfigError
-from megaponder.ponder.base import ExitTools, Pass, register
+from megaponder.ponder.base import ExitTools, Pass, pass_count, register
 from megaponder.ponder.halting import at_least, fraction
 from megaponder.ponder.methods.aligned import AlignedHalting
 
@@ -50,7 +50,7 @@ class PrunedPonderLM(AlignedHalting):
 
     @dataclass
     class Options:
-        steps: int = 3
+        steps: int = pass_count(3)
         """S: pondering steps; a position runs at most S + 1 passes."""
         depth: float = 3.7
         """Mean number of passes of a token."""
@@ -87,7 +87,7 @@ class ConfidentPonderLM(AlignedHalting):
 
     @dataclass
     class Options:
-        steps: int = 3
+        steps: int = pass_count(3)
         """S: pondering steps; a token runs at most S + 1 passes."""
         threshold: float = 1.0
         """Exit when the largest next-token probability reaches this; 1 never exits (use it for training)."""

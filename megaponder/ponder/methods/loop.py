@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megaponder.errors import ConfigError
-from megaponder.ponder.base import EntryTools, ExitTools, Flow, Method, Pass, depth_scaled, register
+from megaponder.ponder.base import EntryTools, ExitTools, Flow, Method, Pass, depth_scaled, pass_count, register
 
 
 @register
@@ -25,7 +25,7 @@ class Loop(Method):
 
     @dataclass
     class Options:
-        extra_passes: int = 3
+        extra_passes: int = pass_count(3)
         """R: passes beyond the first."""
 
         def __post_init__(self) -> None:

@@ -14,7 +14,18 @@ import torch
 from torch import Tensor
 
 from megaponder.errors import ConfigError
-from megaponder.ponder.base import EntryTools, ExitTools, Flow, Method, Pass, Readout, depth_scaled, register, slot
+from megaponder.ponder.base import (
+    EntryTools,
+    ExitTools,
+    Flow,
+    Method,
+    Pass,
+    Readout,
+    depth_scaled,
+    pass_count,
+    register,
+    slot,
+)
 
 
 @register
@@ -26,7 +37,7 @@ class Pause(Method):
 
     @dataclass
     class Options:
-        pauses: int = 3
+        pauses: int = pass_count(3)
         """M: pause slots after every token."""
         pause_token_id: int = 50288
         """Row of the embedding table that serves as pause token (a padding row of the GPT-NeoX vocabulary)."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megaponder.errors import ConfigError
-from megaponder.ponder.base import EntryTools, ExitTools, Flow, Method, Pass, depth_scaled, register
+from megaponder.ponder.base import EntryTools, ExitTools, Flow, Method, Pass, depth_scaled, pass_count, register
 
 
 @register
@@ -28,7 +28,7 @@ class PonderLM(Method):
 
     @dataclass
     class Options:
-        steps: int = 3
+        steps: int = pass_count(3)
         """S: pondering steps; the model runs S + 1 passes."""
         topk: int = 0
         """Tokens in the mixture; 0 means the whole vocabulary."""

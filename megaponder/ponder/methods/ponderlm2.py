@@ -30,6 +30,7 @@ from megaponder.ponder.base import (
     Shape,
     depth_scaled,
     interleave,
+    pass_count,
     register,
     slot,
 )
@@ -40,13 +41,13 @@ from megaponder.ponder.halting import at_least
 class LatentOptions:
     """Options of the methods that refine latent thoughts by Jacobi iterations."""
 
-    latents: int = 1
+    latents: int = pass_count(1)
     """K: latent thoughts of a token."""
-    jacobi: int = 3
+    jacobi: int = pass_count(3)
     """J: refinements in evaluation, and in training where none are drawn."""
-    jacobi_from: int = 0
+    jacobi_from: int = pass_count(0)
     """Training draws J uniformly from jacobi_from .. jacobi_to (the papers: 2 .. 3 for Llama, 2 .. 4 for GPT-NeoX)."""
-    jacobi_to: int = 0
+    jacobi_to: int = pass_count(0)
     """0: J is fixed in training too."""
 
     def __post_init__(self) -> None:

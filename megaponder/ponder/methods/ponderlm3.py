@@ -26,6 +26,7 @@ from megaponder.ponder.base import (
     Pass,
     Readout,
     interleave,
+    pass_count,
     register,
     slot,
 )
@@ -51,7 +52,7 @@ class PonderLM3(LatentMethod):
 
     @dataclass
     class Options(LatentOptions):
-        latents: int = 3
+        latents: int = pass_count(3)
         """K: the most latent thoughts of a token."""
         threshold: float = 1e-4
         """tau: decoding runs the latents whose tail mass is at least this."""
