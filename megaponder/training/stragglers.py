@@ -28,6 +28,8 @@ class Stragglers:
         several = len(set(hosts)) > 1
         self.places = [host if several else f"rank {rank}" for rank, host in enumerate(hosts)]
         self._seconds, self._steps = [0.0, 0.0], 0
+        self._slow: str | None = None
+        """The place that was slow at the report before: one report alone may be chance."""
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -42,7 +44,7 @@ class Stragglers:
         self._steps += 1
 
     def report(self) -> tuple[dict[str, float], str | None]:
-        """Metrics of the row, and a sentence if the slowest node is slow; begins a new interval.  A collective."""
+        """Metrics of the row, and a sentence if a node is slow again; begins a new interval.  A collective."""
         mine = torch.tensor(self._seconds, dtype=torch.float64, device=self.device) / max(1, self._steps)
         self._seconds, self._steps = [0.0, 0.0], 0
         every = [torch.zeros_like(mine) for _ in self.places]
@@ -50,7 +52,9 @@ class Stragglers:
         found = slowest(self.places, [t.tolist() for t in every])
         if found is None:
             return {}, None
-        return {"straggler_slowdown": found.slowdown}, found.sentence() if found.slowdown >= self.ratio else None
+        before, self._slow = self._slow, found.place if found.slowdown >= self.ratio else None
+        again = self._slow is not None and self._slow == before
+        return {"straggler_slowdown": found.slowdown}, found.sentence() if again else None
 
 
 @dataclass(frozen=True)
