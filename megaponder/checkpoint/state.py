@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pydantic
-from pydantic import NonNegativeInt
 
 from megaponder import files
 
@@ -16,21 +15,25 @@ STATE = "state.json"
 CONFIG = "config.yaml"
 
 
+Count = Annotated[int, pydantic.Field(ge=0, lt=2**62)]
+Finite = Annotated[float, pydantic.Field(gt=-1e100, lt=1e100)]
+
+
 @dataclass
 class TrainState:
     """Position of a run, written into every checkpoint."""
 
-    step: NonNegativeInt = 0
+    step: Count = 0
     """Steps done, skipped ones included."""
-    sequences: NonNegativeInt = 0
+    sequences: Count = 0
     """Sequences consumed by all ranks together: the data position, whatever the layout."""
-    tokens: NonNegativeInt = 0
+    tokens: Count = 0
     """Tokens in these sequences."""
-    skipped: NonNegativeInt = 0
+    skipped: Count = 0
     """Steps without an update, because their numbers were bad."""
-    losses: list[float] = field(default_factory=list)
+    losses: list[Finite] = field(default_factory=list)
     """Of the last steps, for the test of spikes; empty where it is off."""
-    norms: list[float] = field(default_factory=list)
+    norms: list[Finite] = field(default_factory=list)
     """Gradient norms of the same steps."""
 
     @property
@@ -69,7 +72,10 @@ def load_state(folder: Path) -> tuple[TrainState, Contents]:
         values: Any = json.loads((folder / STATE).read_text())
         if not isinstance(values, dict) or not isinstance(values.get("contents"), dict):
             raise ValueError("it has no contents")
-        return _build(TrainState, values), _build(Contents, values["contents"])
+        state: TrainState = _build(TrainState, values)
+        if state.skipped > state.step:
+            raise ValueError(f"it has more skipped steps, {state.skipped}, than steps, {state.step}")
+        return state, _build(Contents, values["contents"])
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))

@@ -29,14 +29,25 @@ def sequences_after(cfg: RunConfig, steps: int, consumed: int = 0) -> int:
     return consumed + (steps - done) * cfg.train.global_batch
 
 
-def steps_for_tokens(cfg: RunConfig, tokens: int) -> int:
-    """Fewest whole steps that train on at least `tokens` tokens."""
-    wanted = -(-tokens // cfg.data.sequence_length)
-    consumed = steps = 0
+def steps_for_tokens(cfg: RunConfig, tokens: int, consumed: int = 0) -> int:
+    """Fewest whole steps that train on at least `tokens` tokens, after `consumed` sequences."""
+    wanted = consumed - (-tokens // cfg.data.sequence_length)
+    steps = 0
     while consumed < wanted and batch_at(cfg, consumed) < cfg.train.global_batch:
         consumed += batch_at(cfg, consumed)
         steps += 1
     return steps + max(0, -(-(wanted - consumed) // cfg.train.global_batch))
+
+
+def last_step(cfg: RunConfig, step: int, consumed: int, tokens: int) -> int:
+    """Step that ends the budget of a run which has made `step` steps of `consumed` sequences with `tokens` tokens.
+
+    That is train.steps, unless the budget is in tokens and earlier steps had another batch or length.
+    """
+    assert cfg.train.steps is not None
+    if cfg.train.tokens is None:
+        return cfg.train.steps
+    return step + steps_for_tokens(cfg, max(0, cfg.train.tokens - tokens), consumed)
 
 
 def total_tokens(cfg: RunConfig) -> int:

@@ -62,7 +62,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} is missing.") from None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}.") from error
     if not isinstance(value, dict):
         raise UserError(f"{path} must hold a JSON object.")
@@ -91,7 +91,10 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        listed = read_json(index).get("weight_map")
+        if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+            raise UserError(f"{index} has no weight_map from tensors to files.")
+        names = sorted(set(listed.values()))
     elif (folder / "model.safetensors").is_file():
         names = ["model.safetensors"]
     else:

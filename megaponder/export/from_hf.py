@@ -6,14 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megaponder.config.facts import facts_of
 from megaponder.config.load import from_mapping
 from megaponder.config.resolve import resolve
+from megaponder.config.rules import Case, model
 from megaponder.config.schema import DataConfig, PonderConfig, RunConfig
-from megaponder.errors import UserError
+from megaponder.errors import ConfigError, UserError
 from megaponder.export import folder, names, native, reference
 from megaponder.export.extra import need_transformers
-from megaponder.export.hf_fields import FORMATS, model_config
+from megaponder.export.hf_fields import model_config
 from megaponder.export.save import save_weights
+from megaponder.ponder.settings import method_of
 
 DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 
@@ -58,6 +61,8 @@ def import_hf(
     hf = folder.read_json(source / "config.json")
     cfg = run_config(hf, source, out, frozenset(ignore or ()))
     tensors = folder.read_weights(source)
+    if bad := sorted(name for name, t in tensors.items() if t.is_floating_point() and not t.isfinite().all()):
+        raise UserError(f"{source}: {bad[0]} has values that are not finite.")
     count = sum(t.numel() for t in tensors.values())
     state = names.to_stage(to_plain(hf, tensors, cfg), cfg.model, cfg.ponder.options.get("pause_token_id"))
     del tensors
@@ -75,8 +80,19 @@ def import_hf(
 
 
 def run_config(hf: dict[str, Any], source: Path, out: Path, ignore: frozenset[str]) -> RunConfig:
-    """The resolved configuration of an import."""
+    """The resolved configuration of an import; UserError for one that makes no model."""
     where = str(source / "config.json")
+    try:
+        cfg = _run_config(hf, source, out, ignore, where)
+        case = Case(cfg, facts_of(method_of(cfg)), 1)
+        for rule in model.SHAPES:
+            rule(case)
+    except ConfigError as error:
+        raise UserError(f"{where}: {error}") from None
+    return cfg
+
+
+def _run_config(hf: dict[str, Any], source: Path, out: Path, ignore: frozenset[str], where: str) -> RunConfig:
     ponder = PonderConfig()
     if hf.get("model_type") == "megaponder":
         from megaponder.export.configs import PONDER_FIELDS
@@ -84,17 +100,15 @@ def run_config(hf: dict[str, Any], source: Path, out: Path, ignore: frozenset[st
         model_fields = {ours: hf[theirs] for ours, theirs in PONDER_FIELDS.items() if theirs in hf}
         if lacking := sorted(PONDER_FIELDS.values() - hf.keys()):
             raise UserError(f"{where}: {lacking[0]} is missing.")
-        ponder = PonderConfig(hf["method"], dict(hf["method_options"]))
-        section = from_mapping({"model": {**model_fields, "embedding_scale": float(hf["embedding_scale"])}}).model
-    elif hf.get("model_type") in FORMATS:
-        section = model_config(hf, where, ignore)
+        method = {"method": hf["method"], "options": hf["method_options"]}
+        whole = from_mapping({"model": {**model_fields, "embedding_scale": hf["embedding_scale"]}, "ponder": method})
+        section, ponder = whole.model, whole.ponder
     else:
-        kind, legal = hf.get("model_type"), ", ".join([*FORMATS, "megaponder"])
-        raise UserError(f"{where}: model_type = {kind!r} cannot be imported; it must be one of {legal}.")
+        section = model_config(hf, where, ignore)
     eos = hf.get("eos_token_id")
     data = DataConfig(
         sequence_length=int(section.max_positions or 0),
-        eod_id=eos if isinstance(eos, int) and eos < int(section.vocab_size or 0) else None,
+        eod_id=eos if type(eos) is int and 0 <= eos < int(section.vocab_size or 0) else None,
         tokenizer=str(source) if (source / "tokenizer.json").is_file() else None,
     )
     return resolve(RunConfig(run=str(out), model=section, ponder=ponder, data=data))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,8 +139,9 @@ FORMATS = {
 def model_config(hf: dict[str, Any], where: str, ignore: frozenset[str] = frozenset()) -> ModelConfig:
     """Our model section of a config.json; UserError for the first field that our backbones cannot represent."""
     kind = hf.get("model_type")
-    if kind not in FORMATS:
-        raise UserError(f"{where}: model_type = {kind!r} cannot be imported; it must be one of {', '.join(FORMATS)}.")
+    if not isinstance(kind, str) or kind not in FORMATS:
+        known = ", ".join([*FORMATS, "megaponder"])
+        raise UserError(f"{where}: model_type = {kind!r} cannot be imported; it must be one of {known}.")
     form = FORMATS[kind]
     hf = {name: value for name, value in hf.items() if name not in ignore and name not in IGNORED}
     rope = _rope(hf, form, where)
@@ -148,10 +150,13 @@ def model_config(hf: dict[str, Any], where: str, ignore: frozenset[str] = frozen
         if value not in legal:
             raise UserError(f"{where}: {name} = {value!r}: a {form.family} block computes {legal[0]!r} only.")
     values = {name: hf.pop(name, default) for name, default in form.defaults.items()} | rope
+    for name, value in values.items():
+        _refuse_other_type(name, value, form.defaults[name], where)
     heads, hidden = values[_theirs(form, "num_heads")], values[_theirs(form, "hidden_size")]
     if hf.pop("head_dim", None) not in (None, hidden // heads):
         raise UserError(f"{where}: head_dim: heads must be hidden_size / num_attention_heads = {hidden // heads} wide.")
-    if set(hf.pop("layer_types", None) or ()) - {"full_attention"}:
+    layers = hf.pop("layer_types", None) or []
+    if not isinstance(layers, list) or any(layer != "full_attention" for layer in layers):
         raise UserError(f"{where}: layer_types: every layer must be full_attention.")
     if left := sorted(name for name, value in hf.items() if value not in (None, False, {}, [])):
         raise UserError(
@@ -165,6 +170,18 @@ def model_config(hf: dict[str, Any], where: str, ignore: frozenset[str] = frozen
     return ModelConfig(family=form.family, embedding_scale="none", **ours)  # type: ignore[arg-type]
 
 
+def _refuse_other_type(name: str, value: Any, default: Any, where: str) -> None:
+    """UserError for a value whose type is not that of the default; sizes are positive, and None is one of them."""
+    if isinstance(default, bool):
+        ok, want = isinstance(value, bool), "true or false"
+    elif isinstance(default, float):
+        ok, want = type(value) in (int, float) and 0 < value < math.inf, "a positive number"
+    else:
+        ok, want = (type(value) is int and value > 0) or (value is default is None), "a positive integer"
+    if not ok:
+        raise UserError(f"{where}: {name} = {value!r}: it must be {want}.")
+
+
 def _theirs(form: Format, ours: str) -> str:
     return next(theirs for theirs, name in form.taken.items() if name == ours)
 
@@ -173,7 +190,10 @@ def _rope(hf: dict[str, Any], form: Format, where: str) -> dict[str, Any]:
     """Rotary settings from `rope_parameters` (current releases), taken out of `hf`; scaling is refused."""
     found: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
-        rope = dict(hf.pop(name, None) or {})
+        rope = hf.pop(name, None) or {}
+        if not isinstance(rope, dict):
+            raise UserError(f"{where}: {name} = {rope!r}: it must be an object.")
+        rope = dict(rope)
         kind = rope.pop("rope_type", rope.pop("type", "default"))
         if kind != "default":
             raise UserError(f"{where}: {name} of type {kind!r}: rotary scaling is not supported; it must be default.")

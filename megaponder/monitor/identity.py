@@ -33,15 +33,15 @@ def run_id(run: Path) -> str:
     path = run / "run_id"
     if not path.exists():
         path.write_text(uuid.uuid4().hex[:12] + "\n")
-    return path.read_text().strip()
+    return path.read_text(errors="replace").strip()
 
 
 def start(run: Path) -> Identity:
     """Count a start of the run; one process calls it and tells the others."""
     run.mkdir(parents=True, exist_ok=True)
     path = run / STARTS
-    text = path.read_text().strip() if path.exists() else ""
-    earlier = int(text) if text.isdigit() else 0
+    text = path.read_text(errors="replace").strip() if path.exists() else ""
+    earlier = int(text) if text.isdecimal() and len(text) < 10 else 0
     files.write_json(path, earlier + 1)
     return Identity(run_id(run), earlier)
 

@@ -103,10 +103,14 @@ class RunLock:
     def _owner(self) -> dict[str, Any] | None:
         """Who holds the lock; None if the file is gone or was never finished."""
         try:
+            if self.path.exists() and not (self.path.is_file() or self.path.is_dir()):
+                return None  # a pipe would make us wait
             owner = json.loads(self.path.read_text())
-            return owner if {"pid", "host", "since", "started"} <= owner.keys() else None
-        except (FileNotFoundError, NotADirectoryError, ValueError):
+        except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
             return None
+        kinds: dict[str, Any] = {"pid": int, "host": str, "since": str, "started": (int, float)}
+        whole = isinstance(owner, dict) and all(isinstance(owner.get(name), kind) for name, kind in kinds.items())
+        return owner if whole and 0 < owner["pid"] < 2**31 else None
 
     def _alive(self, owner: dict[str, Any]) -> bool:
         job = os.environ.get("SLURM_JOB_ID")

@@ -10,7 +10,7 @@ from pathlib import Path
 from megaponder.backbone.spec import implementations
 from megaponder.checkpoint.save import Saver
 from megaponder.checkpoint.state import TrainState
-from megaponder.config.budget import batch_at, sequences_after
+from megaponder.config.budget import batch_at, last_step, sequences_after
 from megaponder.config.schema import RunConfig
 from megaponder.data.stream import Streams, build_streams
 from megaponder.engine import depth
@@ -52,14 +52,15 @@ def run(cfg: RunConfig, groups: Groups) -> int:
         built = setup.graphs_that_fit(cfg, method, groups.device, groups.world_size)
         engine = build_engine(built, method, groups)
         optimizer = build_optimizer(cfg, engine.ddp)
-        schedule = build_schedule(cfg.schedule, cfg.optimizer, total)
         monitor = Monitor(cfg, total, setup.costs(cfg, method, groups.world_size), groups.logs())
         faults = Faults(cfg.faults, folder, monitor.say, groups.device)
         profile = Profile(cfg.logging, folder, groups.rank, partial(print, flush=True))
         stragglers = Stragglers(cfg.faults.straggler_ratio, groups.device)
         state = begin(cfg, engine.stage, optimizer, monitor.say)
+        total = monitor.total = last_step(cfg, state.step, state.sequences, state.tokens)
+        schedule = build_schedule(cfg.schedule, cfg.optimizer, total)
         left_out = faults.record.left_out()
-        streams = _streams(cfg, state, left_out)
+        streams = _streams(cfg, total, state, left_out)
         saver = Saver(folder / "checkpoints", cfg, engine.stage, optimizer, newest=state.step, published=monitor.saved)
         on_first_rank(lambda: setup.write_config(cfg))
         stack.callback(monitor.close)
@@ -118,7 +119,7 @@ def run(cfg: RunConfig, groups: Groups) -> int:
                 heartbeat.enter("start")
                 state = roll_back(engine, optimizer, saver, faults, folder / "checkpoints")
                 left_out = faults.record.left_out()
-                streams = _streams(cfg, state, left_out)
+                streams = _streams(cfg, total, state, left_out)
                 monitor.close()
                 monitor.start(state.step, state.tokens, who)
                 continue
@@ -165,10 +166,9 @@ def run(cfg: RunConfig, groups: Groups) -> int:
         return stopping.EXIT_CODES.get(asked, 0)
 
 
-def _streams(cfg: RunConfig, state: TrainState, left_out: list[Window]) -> Streams:
+def _streams(cfg: RunConfig, total: int, state: TrainState, left_out: list[Window]) -> Streams:
     """The run's data: what it has consumed, maybe with another batch, what it still needs, and what it leaves out."""
-    assert cfg.train.steps is not None
-    needed = sequences_after(cfg, max(0, cfg.train.steps - state.step), state.sequences)
+    needed = sequences_after(cfg, max(0, total - state.step), state.sequences)
     # a batch that would touch a window begins behind it
     needed += sum(end - first + cfg.train.global_batch - 1 for first, end in left_out if end > state.sequences)
     return build_streams(cfg, needed, cfg.train.eval_batches * cfg.train.global_batch)

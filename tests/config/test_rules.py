@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -317,6 +318,13 @@ def test_facts_of_a_method() -> None:
 def test_a_file_where_checkpoints_go_is_refused(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").touch()
     with pytest.raises(ConfigError, match="no checkpoint could be saved"):
+        check(config(run=str(tmp_path)), PASSES4, 1)
+
+
+def test_a_pipe_in_the_run_folder_is_refused(tmp_path: Path) -> None:
+    """Whoever reads it would wait for ever."""
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(ConfigError, match=r"metrics.jsonl is a pipe or a device; move it away"):
         check(config(run=str(tmp_path)), PASSES4, 1)
 
 

@@ -55,6 +55,22 @@ def foreign(path, **changes) -> None:
     (path / "lock.json").write_text(json.dumps(fields))
 
 
+@pytest.mark.parametrize(
+    "content", ["[]", "null", "5", "{", "[" * 100_000, *({"pid": x} for x in ("7", -5, 2**70)), {"started": "x"}, None]
+)
+def test_what_is_no_lock_is_replaced(tmp_path, content):
+    if content is None:
+        os.mkfifo(tmp_path / "lock.json")
+    elif isinstance(content, dict):
+        foreign(tmp_path, host=socket.gethostname(), **content)
+    else:
+        (tmp_path / "lock.json").write_text(content)
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    assert owner(tmp_path)["pid"] == os.getpid()
+    lock.release()
+
+
 def test_a_reused_process_id_is_not_the_owner(tmp_path):
     foreign(tmp_path, pid=os.getpid(), host=socket.gethostname())
     lock = RunLock(tmp_path)

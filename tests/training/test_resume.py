@@ -88,6 +88,15 @@ def test_another_batch_goes_on_behind_what_was_consumed(base: Base):
         assert np.isfinite(rows[8]["loss"])
 
 
+def test_a_budget_of_tokens_counts_what_earlier_batches_were(base: Base):
+    """384 of 512 tokens are done; eight sequences of 16 tokens a step leave one step."""
+    tokens = {"train__tokens": 512, "train__steps": None, "train__global_batch": 8}
+    _, output = run("run_many", 1, jobs=[base.copy("tokens", upto=6) | tokens])
+    rows = base.rows("tokens")
+    assert max(rows) == 7 and rows[7]["tokens"] == 512 and rows[7]["total_steps"] == 7
+    assert "step 7/7" in output
+
+
 @pytest.fixture(scope="module")
 def resharded(base: Base) -> str:
     """All layouts of LAYOUTS, continued from the one-process checkpoint of step 3; returns what they printed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 from megaponder.config import budget
@@ -192,6 +193,9 @@ def run_is_a_folder(c: Case) -> None:
     require(ok, "run", c.cfg.run, "it is the root of the file system", "for example runs/first")
     ok = not path.exists() or path.is_dir()
     require(ok, "run", c.cfg.run, "a file has this name", f"for example {c.cfg.run}-run")
+    for child in sorted(path.iterdir()) if path.is_dir() and os.access(path, os.R_OK | os.X_OK) else []:
+        ok = not child.exists() or child.is_file() or child.is_dir()
+        require(ok, "run", c.cfg.run, f"{child} is a pipe or a device", "move it away")
     saved = path / "checkpoints"
     ok = not saved.exists() or saved.is_dir()
     require(ok, "run", c.cfg.run, f"{saved} is a file, so no checkpoint could be saved", "move it away")
