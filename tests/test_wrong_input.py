@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -19,12 +20,20 @@ from hypothesis import strategies as st
 from megaponder.checkpoint import manifest
 from megaponder.checkpoint.choose import choose, locate
 from megaponder.config import yaml_file
+from megaponder.config.facts import facts_of
 from megaponder.config.fields import accepts, all_fields
 from megaponder.config.load import from_mapping, load_config
+from megaponder.config.resolve import resolve
+from megaponder.config.rules import Case, model
+from megaponder.config.schema import ModelConfig, RunConfig
 from megaponder.data.audit import audit
 from megaponder.data.documents import Chunk, Problem, TxtRule, documents
 from megaponder.data.prepare import PrepareOptions, prepare
 from megaponder.errors import ConfigError, UserError
+from megaponder.export.configs import PONDER_FIELDS, ponder_config
+from megaponder.export.from_hf import run_config
+from megaponder.export.hf_fields import FORMATS
+from megaponder.ponder.settings import method_of
 from tests.checkpoint.test_folder import save
 from tests.data_pipeline.make import jsonl
 
@@ -275,3 +284,43 @@ def test_a_manifest_cannot_leave_its_folder(tmp_path: Path, name: str) -> None:
     changed["files"][name] = listed["files"]["state.json"]
     (path / manifest.MANIFEST).write_text(json.dumps(changed))
     assert "is not the name of a file in this folder" in str(manifest.damage(path))
+
+
+HF: dict[str, dict[str, Any]] = {
+    "gpt_neox": {"hidden_size": 32, "num_attention_heads": 4},
+    "llama": {"hidden_size": 32, "num_attention_heads": 4},
+    "gpt2": {},
+}
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_odd_fields_of_imported_models(data: st.DataObject) -> None:
+    """A model section that the rules accept, or a sentence."""
+    kind = data.draw(st.sampled_from(sorted(HF)))
+    form = FORMATS[kind]
+    odd = ["model_type", "eos_token_id", "rope_scaling", "rope_parameters", "layer_types", "head_dim", "method"]
+    names = st.sampled_from([*form.defaults, *form.required, *odd])
+    values = plain | st.sampled_from(
+        [0, -1, 1.5, True, 10**30, "4", ["x"], {"rope_theta": None}, {"type": 3}, "megaponder"]
+    )
+    changes = data.draw(st.dictionaries(names, values, min_size=1, max_size=2))
+    try:
+        cfg = run_config({"model_type": kind, **HF[kind], **changes}, Path("hf"), Path("run"), frozenset())
+    except UserError as error:
+        one_sentence(error)
+    else:
+        case = Case(cfg, facts_of(method_of(cfg)), 1)
+        for rule in model.RULES:
+            rule(case)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from([*sorted(PONDER_FIELDS.values()), "method", "method_options"]), plain, max_size=2)
+)
+def test_odd_fields_of_imported_exports(changes: dict[str, Any]) -> None:
+    cfg = resolve(RunConfig(model=ModelConfig(preset="llama-125m", vocab_size=300)))
+    with contextlib.suppress(UserError):
+        whole = {"model_type": "megaponder", **ponder_config(cfg, "float32", None)}
+        run_config(whole | changes, Path("hf"), Path("run"), frozenset())
