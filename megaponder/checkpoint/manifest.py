@@ -72,6 +72,8 @@ def size(folder: Path) -> int:
 
 def listed(folder: Path) -> dict[str, dict[str, int]]:
     """Size and checksum of the manifest's files by name; ValueError if it lists anything but files of its folder."""
+    if not (folder / MANIFEST).is_file() and (folder / MANIFEST).exists():
+        raise ValueError("it is no file")  # a pipe would make us wait
     found = json.loads((folder / MANIFEST).read_text())
     files = found.get("files") if isinstance(found, dict) else None
     if not isinstance(files, dict) or not files:

@@ -16,6 +16,7 @@ CONFIG = "config.yaml"
 
 
 Count = Annotated[int, pydantic.Field(ge=0, lt=2**62)]
+Size = Annotated[int, pydantic.Field(gt=0, lt=2**31)]
 Finite = Annotated[float, pydantic.Field(gt=-1e100, lt=1e100)]
 
 
@@ -53,7 +54,7 @@ class Contents:
 
     masters: bool
     """FP32 master weights are stored beside BF16 parameters."""
-    layout: dict[str, int] = field(default_factory=dict)
+    layout: dict[str, Size] = field(default_factory=dict)
     """tensor, pipeline and data: the sizes of the run that saved (random states belong to them)."""
     optimizer: bool = True
     """Moments are stored."""
@@ -75,6 +76,8 @@ def load_state(folder: Path) -> tuple[TrainState, Contents]:
         state: TrainState = _build(TrainState, values)
         if state.skipped > state.step:
             raise ValueError(f"it has more skipped steps, {state.skipped}, than steps, {state.step}")
+        if len(state.losses) != len(state.norms):
+            raise ValueError(f"it has {len(state.losses)} losses and {len(state.norms)} norms")
         return state, _build(Contents, values["contents"])
     except pydantic.ValidationError as error:
         first = error.errors()[0]

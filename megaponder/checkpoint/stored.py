@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
 from megaponder.errors import UserError
 
@@ -73,7 +73,27 @@ def index(path: Path) -> Metadata:
             raise ValueError(f"{name} is missing")
     if objects:
         raise ValueError(f"{objects[0]} is a pickled object, not a tensor")
+    try:
+        holes = [n for n, m in found.state_dict_metadata.items() if not _covered(n, m, found)]
+    except Exception as error:
+        raise ValueError(f"{INDEX} is not an index of tensors ({error})") from None
+    if holes:
+        raise ValueError(f"its {INDEX} does not say where all of {holes[0]} is")
     return found
+
+
+def _covered(name: str, tensor: TensorStorageMetadata, index: Metadata) -> bool:
+    """Whether chunks of files make up the whole tensor; what they leave out would be read as whatever memory holds."""
+    if not isinstance(tensor.size, torch.Size) or tensor.properties.dtype.is_complex:
+        return False
+    chunks = {chunk.offsets: chunk.sizes for chunk in tensor.chunks}
+    inside = all(
+        len(offset) == len(size) == len(tensor.size)
+        and all(o >= 0 and o + n <= whole for o, n, whole in zip(offset, size, tensor.size, strict=True))
+        for offset, size in chunks.items()
+    )
+    placed = all(MetadataIndex(name, offset) in index.storage_data for offset in chunks)
+    return inside and placed and sum(size.numel() for size in chunks.values()) == tensor.size.numel()
 
 
 def files(path: Path) -> set[str]:
@@ -89,7 +109,7 @@ def reading(path: Path) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except (Exception, CheckpointException) as error:
-        first = next(iter(str(error).splitlines()), "")
+        first = next(iter(str(error).splitlines()), "").partition(". ")[0].rstrip(".")
         raise UserError(
             f"Checkpoint {path} cannot be loaded ({type(error).__name__}: {first}), although its files fit its "
             "manifest; they were changed with it, or another version wrote them: take an earlier checkpoint or a copy."

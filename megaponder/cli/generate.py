@@ -30,6 +30,9 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling (default 0)")
     parser.add_argument("--tokenizer", metavar="PATH", help="default: the one of the model")
     parser.add_argument("--no-cache", action="store_true", help="recompute every pass for every token (for checking)")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run an exported folder's modelling file whatever its version"
+    )
     parser.add_argument("--device", metavar="NAME", help="cpu or cuda; default: cuda where there is one")
 
 
@@ -49,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
         tokenizer=args.tokenizer,
         device=args.device,
         use_cache=not args.no_cache,
+        trust_remote_code=args.trust_remote_code,
     )
     for i, text in enumerate(texts):
         if i:

@@ -31,10 +31,22 @@ def add_parser(commands: Commands) -> None:
         "--tolerance", type=float, default=1e-4, metavar="X",
         help="largest difference of logits, as a part of the largest logit (default 1e-4)",
     )  # fmt: skip
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run the folder's modelling file whatever its version"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     from megaponder.export.from_hf import import_hf
 
-    print(import_hf(args.source, args.out, ignore=args.ignore, force=args.force, tolerance=args.tolerance))
+    print(
+        import_hf(
+            args.source,
+            args.out,
+            ignore=args.ignore,
+            force=args.force,
+            tolerance=args.tolerance,
+            trust_remote_code=args.trust_remote_code,
+        )
+    )
     return 0

@@ -79,11 +79,8 @@ def _has_layout(tensor: int, pipeline: int) -> bool:
     )
 
 
-def init(cfg: RunConfig) -> Groups:
-    """Start torch.distributed (a single process needs no launcher) and make megatron-core's groups."""
-    cpu.install()
-    from megatron.core import parallel_state
-
+def start(cfg: RunConfig) -> torch.device:
+    """Start torch.distributed with the group of all ranks (a single process needs no launcher); returns the device."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", launcher.place().local_rank)
@@ -91,6 +88,15 @@ def init(cfg: RunConfig) -> Groups:
     timeout = datetime.timedelta(minutes=cfg.parallel.timeout_minutes)
     if not dist.is_initialized():
         _start(timeout, device)
+    return device
+
+
+def init(cfg: RunConfig) -> Groups:
+    """`start`, and make megatron-core's groups."""
+    cpu.install()
+    from megatron.core import parallel_state
+
+    device = start(cfg)
     if not _has_layout(cfg.parallel.tensor, cfg.parallel.pipeline):
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()

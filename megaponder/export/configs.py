@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from megaponder.config.schema import ModelConfig, RunConfig
@@ -67,6 +68,7 @@ NATIVE_TYPES = {
 TRAINING_ONLY = {"preset", "vocab_multiple", "init", "init_std", "init_output_scale"}
 
 MODELLING_FILE = "modeling_megaponder"
+SOURCE = Path(__file__).with_name(f"{MODELLING_FILE}.py")
 
 
 def check_fields_known() -> None:

@@ -47,11 +47,13 @@ def import_hf(
     ignore: list[str] | None = None,
     force: bool = False,
     tolerance: float = 1e-4,
+    trust_remote_code: bool = False,
 ) -> Imported:
     """Write the run folder `out` with one weights-only checkpoint (step 0) of a Hugging Face folder.
 
     GPT-NeoX, Llama and GPT-2 folders come in as vanilla models, exports with a modelling file with their method.  Only
-    safetensors are read.  Start training from it with `checkpoint.load`; another method may be named there.
+    safetensors are read, and a modelling file that is not this version's is run only with `trust_remote_code`.  Start
+    training from it with `checkpoint.load`; another method may be named there.
     Raises UserError for a config field that our backbones cannot represent (unless named in `ignore`), for weights that
     do not fit, and when the logits of the two models differ by more than `tolerance` of the largest logit.
     """
@@ -69,7 +71,7 @@ def import_hf(
     prompts = reference.prompts(cfg)
     from megaponder.export.load import load_folder
 
-    model = load_folder(source)
+    model = load_folder(source, trust_remote_code=trust_remote_code)
     theirs = [reference.export_logits(model, ids) for ids in prompts]
     del model
     with reference.engine(cfg, state) as engine:

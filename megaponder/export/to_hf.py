@@ -19,7 +19,6 @@ from megaponder.errors import UserError
 from megaponder.export import card, configs, folder, names, native, reference, tokenizer
 from megaponder.export.extra import need_transformers
 
-SOURCE = Path(__file__).with_name(f"{configs.MODELLING_FILE}.py")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -122,7 +121,7 @@ def write_model(
         tensors = native.to_native(plain, cfg.model.family, cfg.model.num_heads)
     else:
         config, tensors = configs.ponder_config(cfg, dtype, eos), plain
-        shutil.copyfile(SOURCE, path / SOURCE.name)
+        shutil.copyfile(configs.SOURCE, path / configs.SOURCE.name)
     config["megaponder_version"] = __version__
     folder.write_json(path / "config.json", config)
     generation: dict[str, Any] = {"bos_token_id": eos, "eos_token_id": eos, "pad_token_id": eos}

@@ -50,18 +50,20 @@ def generate(
     tokenizer: str | None = None,
     device: str | None = None,
     use_cache: bool = True,
+    trust_remote_code: bool = False,
 ) -> list[Generation]:
     """Continue `prompts` with a checkpoint, a run's newest checkpoint, or an export folder.
 
     temperature 0 is greedy; top_k 0 and top_p 1 keep the whole distribution.  All prompts run as one left-padded batch.
     An empty prompt starts as a document does in training: after an end-of-document token.
     `tokenizer` defaults to the one that the source names; `device` to cuda where there is one.  Without `use_cache`
-    every token recomputes the whole text: slow, the same text, for checking.
+    every token recomputes the whole text: slow, the same text, for checking.  `trust_remote_code` runs the modelling
+    file of an export folder also where it is not this version's.
     Raises UserError for values out of range, a source without tokenizer, or text that exceeds the longest sequence.
     """
     need_transformers("megaponder generate")
     _check(prompts, max_new_tokens, temperature, top_k, top_p, seed)
-    loaded = load(source, tokenizer, device)
+    loaded = load(source, tokenizer, device, trust_remote_code)
     ids, mask = _batch(loaded, prompts, max_new_tokens)
     if seed is not None:
         torch.manual_seed(seed)
@@ -81,12 +83,14 @@ def generate(
     return [_finish(loaded, p, row) for p, row in zip(prompts, out[:, ids.shape[1] :].tolist(), strict=True)]
 
 
-def load(source: str | Path, tokenizer: str | None = None, device: str | None = None) -> Source:
+def load(
+    source: str | Path, tokenizer: str | None = None, device: str | None = None, trust_remote_code: bool = False
+) -> Source:
     """Model and tokenizer of an export folder (it has a config.json), of a checkpoint or of a run folder."""
     path = Path(source)
     device = _device(device)
     if (path / "config.json").is_file():
-        return _from_export(path, tokenizer, device)
+        return _from_export(path, tokenizer, device, trust_remote_code)
     return _from_checkpoint(path, tokenizer, device)
 
 
@@ -100,15 +104,16 @@ def _device(name: str | None) -> str:
     return name
 
 
-def _from_export(path: Path, tokenizer: str | None, device: str) -> Source:
+def _from_export(path: Path, tokenizer: str | None, device: str, trust_remote_code: bool) -> Source:
     from megaponder.export.folder import read_json
     from megaponder.export.load import load_folder
+    from megaponder.export.to_hf import DTYPES
 
     config = read_json(path / "config.json")
     if tokenizer is None and not (path / "tokenizer.json").is_file():
         raise UserError(f"{path} has no tokenizer.json; name a tokenizer.")
-    dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
-    model = load_folder(path, dtype=dtype if device != "cpu" else torch.float32).to(device)
+    dtype = DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
+    model = load_folder(path, dtype if device != "cpu" else torch.float32, trust_remote_code).to(device)
     words = load_tokenizer(tokenizer or str(path))
     return Source(model, words, config.get("eos_token_id"), model.config.max_position_embeddings)
 

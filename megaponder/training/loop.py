@@ -21,6 +21,8 @@ def train(cfg: RunConfig) -> int:
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # its collectives
     cfg = setup.complete(cfg)
     try:
+        process_groups.start(cfg)
+        setup.refuse_different_ranks(cfg)  # before groups of the sizes that the configuration names
         groups = process_groups.init(cfg)  # it also prepares a machine without a GPU for megatron-core's first import
         from megaponder.training.run import run
 

@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megaponder.config import launcher
 from megaponder.config.facts import MethodFacts, facts_of
-from megaponder.config.fields import value_of
+from megaponder.config.fields import all_fields, value_of
 from megaponder.config.gpus import find_gpu
 from megaponder.config.load import dump, load_config
 from megaponder.config.resolve import resolve
@@ -75,6 +75,19 @@ def _refuse_what_cannot_fit(cfg: RunConfig, facts: MethodFacts, world_size: int,
             f"{room / GIB:,.1f} GiB of {where}; take a smaller one, or spread it over more processes with "
             "parallel.tensor, parallel.pipeline or parallel.distributed_optimizer (see megaponder plan)."
         )
+
+
+def refuse_different_ranks(cfg: RunConfig) -> None:
+    """ConfigError, on all ranks, if one of them was started with another configuration.  A collective."""
+    import torch.distributed as dist
+
+    found: list[dict[str, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(found, {name: value_of(cfg, name) for name in all_fields()})
+    for rank, other in enumerate(found):
+        for name, value in other.items():
+            if value != found[0][name]:
+                rule = f"rank {rank} has this, and rank 0 has {found[0][name]!r}"
+                raise ConfigError(name, value, rule, "give all ranks the same configuration")
 
 
 def patience(cfg: RunConfig) -> tuple[float, float]:

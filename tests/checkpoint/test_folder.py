@@ -116,6 +116,11 @@ def change_state(**changes: object):
     return harm
 
 
+def manifest_is_a_pipe(path: Path) -> None:
+    (path / "manifest.json").unlink()
+    os.mkfifo(path / "manifest.json")
+
+
 def lose_the_manifest(path: Path) -> None:
     (path / "manifest.json").unlink()
 
@@ -144,6 +149,9 @@ def spoil_the_manifest(path: Path) -> None:
         (change_state(skipped=9), "state.json is not the state of a run (it has more skipped steps, 9, than steps, 2)"),
         (change_state(step=10**30), "state.json is wrong: step = "),
         (change_state(norms=[1e308]), "state.json is wrong: norms.0 = 1e+308: "),
+        (change_state(losses=[1.0]), "state.json is not the state of a run (it has 1 losses and 0 norms)"),
+        (change_state(contents={"masters": True, "layout": {"tensor": 0}}), "state.json is wrong: layout.tensor = 0: "),
+        (manifest_is_a_pipe, "manifest.json cannot be read (it is no file)"),
         (change_state(losses=["x"]), "state.json is wrong: losses.0 = 'x': "),
         (change_state(contents=[]), "state.json is not the state of a run (it has no contents)"),
         (lambda path: (path / "manifest.json").write_text("[" * 100_000), "manifest.json cannot be read"),

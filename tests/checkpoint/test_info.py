@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import subprocess
 import sys
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megaponder.checkpoint import folder, inspect_checkpoint, load_weights, manifest
+from megaponder.checkpoint.damage import damage
 from megaponder.checkpoint.state import CONFIG, Contents, TrainState, save_state
 from megaponder.config.load import dump
 from megaponder.config.resolve import resolve
@@ -72,6 +75,37 @@ def test_what_was_changed_with_its_manifest_is_a_sentence(tmp_path, name, conten
     with pytest.raises(UserError, match=re.escape(words)) as caught:
         load_weights(path)
     assert str(path) in str(caught.value)
+
+
+def hide_chunks(index: Metadata) -> None:
+    index.state_dict_metadata["final_norm.weight"].chunks.clear()
+
+
+def lose_a_place(index: Metadata) -> None:
+    del index.storage_data[next(i for i in index.storage_data if i.fqn == "final_norm.weight")]
+
+
+def grow(index: Metadata) -> None:
+    index.state_dict_metadata["final_norm.weight"].size = torch.Size([10**9])
+
+
+def forget_the_size(index: Metadata) -> None:
+    index.state_dict_metadata["final_norm.weight"].size = "abc"
+
+
+@pytest.mark.parametrize("harm", [hide_chunks, lose_a_place, grow, forget_the_size])
+def test_an_index_that_does_not_say_where_all_of_a_tensor_is(tmp_path, harm):
+    """Loaded, the rest of the tensor would be whatever memory holds."""
+    path = build(tmp_path)
+    index = pickle.loads((path / ".metadata").read_bytes())
+    harm(index)
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+    manifest.seal(path)
+    words = "its .metadata does not say where all of final_norm.weight is"
+    assert damage(path) == words
+    for read in (inspect_checkpoint, load_weights):
+        with pytest.raises(UserError, match=re.escape(words)):
+            read(path)
 
 
 def test_a_damaged_one_is_described_and_says_so(tmp_path):

@@ -146,10 +146,10 @@ def test_a_folder_that_differs_is_not_published(tmp_path: Path, monkeypatch: pyt
 def test_a_cache_that_differs_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints.make("llama", "loop", tmp_path / "run")
     broken = tmp_path / "broken.py"
-    source = to_hf.SOURCE.read_text()
+    source = configs.SOURCE.read_text()
     broken.write_text(source.replace("index * len(self.layers) + i", "i"))  # all passes share one cache
     assert broken.read_text() != source
-    monkeypatch.setattr(to_hf, "SOURCE", broken.rename(tmp_path / to_hf.SOURCE.name))
+    monkeypatch.setattr(configs, "SOURCE", broken.rename(tmp_path / configs.SOURCE.name))
     with pytest.raises(UserError, match="logits with its cache differ"):
         export(tmp_path / "run", tmp_path / "hf")
     assert not (tmp_path / "hf").exists()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megaponder.errors import UserError
+from megaponder.export.from_hf import import_hf
 from megaponder.export.to_hf import export
 from megaponder.inference.generate import generate
 from tests.export import checkpoints
@@ -93,6 +97,45 @@ def test_mistakes(run: Path, change: dict[str, object], words: str) -> None:
     call = {"source": run / "run", "prompts": ["0123456789"], **change}
     with pytest.raises(UserError, match=words):
         generate(**call)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_hidden_layers", "2"), ("method", "foo"), ("method_options", 5), ("embedding_scale", "x"), ("auto_map", 5)],
+)
+def test_an_edited_export_is_a_sentence(run: Path, tmp_path: Path, field: str, value: object) -> None:
+    shutil.copytree(run / "hf", tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {field: value}))
+    with pytest.raises(UserError, match="no model can be made of it"):
+        generate(tmp_path / "hf", ["a"], max_new_tokens=1)
+
+
+def test_code_of_a_folder_runs_only_if_that_is_asked_for(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run / "hf", tmp_path / "hf")
+    code = tmp_path / "hf" / "modeling_megaponder.py"
+    mark = f"\nfrom pathlib import Path\n\nPath({str(tmp_path / 'ran')!r}).touch()\n"
+    code.write_text(code.read_text() + mark)
+    for use in (lambda: generate(tmp_path / "hf", ["a"]), lambda: import_hf(tmp_path / "hf", tmp_path / "run")):
+        with pytest.raises(UserError, match="say --trust-remote-code"):
+            use()
+    assert not (tmp_path / "ran").exists()
+    (result,) = generate(tmp_path / "hf", ["a"], max_new_tokens=1, temperature=0.0, trust_remote_code=True)
+    assert (tmp_path / "ran").exists() and result.prompt == "a"
+
+
+def test_weights_that_are_pickled_or_not_finite_are_refused(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run / "hf", tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    bad = {name: t * float("nan") if "final" in name or "norm" in name else t for name, t in tensors.items()}
+    save_file(bad, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match="has values that are not finite"):
+        generate(tmp_path / "hf", ["a"])
+    file.unlink()
+    torch.save(tensors, tmp_path / "hf" / "pytorch_model.bin")
+    with pytest.raises(UserError, match="no model can be made of it"):
+        generate(tmp_path / "hf", ["a"])
 
 
 def test_a_tokenizer_of_another_model_is_refused(run: Path, tmp_path: Path) -> None:

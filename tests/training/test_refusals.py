@@ -89,6 +89,15 @@ def _other_options(base: Base, checkpoint: str) -> None:
     assert found[4] == "" and "; left out, since loop has no place for them: method_modules.gates" in output
 
 
+def test_ranks_with_different_configurations_are_refused(base: Base):
+    """Each would train something else, and the sum would look like a run."""
+    found, _ = run("refusal_of_different_ranks", 2, run=str(base.root / "different"), data=base.data)
+    assert found[0] == found[1]
+    for sentence, field in zip(found[0], ("optimizer.lr = 0.5", "train.steps = 4", "ponder.options = "), strict=True):
+        assert sentence.startswith(field) and "rank 1 has this, and rank 0 has" in sentence
+    assert not (base.root / "different" / "metrics.jsonl").exists()
+
+
 def test_nan_stops_the_run_and_leaves_checkpoints_alone(base: Base):
     shutil.rmtree(base.root / "nan", ignore_errors=True)
     job = {"run": str(base.root / "nan"), "data": base.data, "parallel__pipeline": 2}

@@ -70,6 +70,17 @@ def refusals(jobs: list[dict[str, Any]]) -> list[str]:
     return sentences
 
 
+def refusal_of_different_ranks(**job: Any) -> list[str]:
+    """What `train` says where rank 1 has a field of its own, for each of some fields; no process gets further."""
+    others: list[dict[str, Any]] = [
+        {"optimizer__lr": 0.5},
+        {"train__steps": 4},
+        {"ponder__options": {"extra_passes": 1}},
+    ]
+    rank = os.environ["RANK"]
+    return refusals([job | other if rank == "1" else job for other in others])
+
+
 def _before_step(at_step: int, action: Any) -> None:
     """Let `action(engine)` happen right before a step's computation."""
     from megaponder.training import run as module
