@@ -19,6 +19,7 @@ def train(cfg: RunConfig) -> int:
     """
     warnings.filterwarnings("ignore", module=r"megatron\.core")  # deprecations of its own, and libraries it misses
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # its collectives
+    warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf")  # its sharded optimizer
     cfg = setup.complete(cfg)
     try:
         process_groups.start(cfg)
