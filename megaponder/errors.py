@@ -59,6 +59,14 @@ def out_of_memory(error: RuntimeError) -> UserError | None:
     )
 
 
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether a collective failed because of another process; gloo raises plain RuntimeErrors."""
+    if any(cls.__name__ == "DistError" for cls in type(error).__mro__):  # torch's: this module does without it
+        return True
+    signs = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL", "timed out", "Timed out")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
 class LostRank(UserError):  # noqa: N818  the sentence is for a user
     """Another rank, its machine or the network is gone; nothing in the command is wrong."""
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
-from megaponder.errors import UserError
+from megaponder.errors import UserError, is_lost_connection
 
 BESIDES = ("optimizer.", "random.")
 """First parts of names that are no parameter's."""
@@ -106,9 +106,11 @@ def reading(path: Path) -> Iterator[None]:
     """One sentence for whatever PyTorch and megatron-core make of files that are not what they should be."""
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, UserError):
         raise
     except (Exception, CheckpointException) as error:
+        if is_lost_connection(error):
+            raise
         first = next(iter(str(error).splitlines()), "").partition(". ")[0].rstrip(".")
         raise UserError(
             f"Checkpoint {path} cannot be loaded ({type(error).__name__}: {first}), although its files fit its "

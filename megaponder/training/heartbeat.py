@@ -24,10 +24,10 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-from megaponder.errors import LOST, LostRank
+from megaponder.errors import LOST, LostRank, is_lost_connection
 from megaponder.training import record
 from megaponder.training.rank_monitor import RankMonitor
-from megaponder.training.ranks import is_lost_connection, on_first_rank
+from megaponder.training.ranks import on_first_rank
 
 PHASES = ("start", "data", "agree", "forward_backward", "optimizer", "evaluate", "save")
 """In the order in which a step goes through them; in agree the ranks ask each other whether to stop."""

@@ -6,7 +6,7 @@ import warnings
 
 from megaponder.config.schema import RunConfig
 from megaponder.engine import groups as process_groups
-from megaponder.errors import LostRank
+from megaponder.errors import LostRank, is_lost_connection
 from megaponder.training import setup
 
 
@@ -29,8 +29,6 @@ def train(cfg: RunConfig) -> int:
 
         code = run(cfg, groups)
     except Exception as error:
-        from megaponder.training.ranks import is_lost_connection
-
         if isinstance(error, LostRank) or not is_lost_connection(error):
             raise
         why = next(iter(str(error).splitlines()), type(error).__name__)

@@ -28,12 +28,3 @@ def on_first_rank(action: Callable[[], T]) -> T:
     if box[1] is not None:
         raise UserError(str(box[1]))
     return box[0]  # type: ignore[return-value]
-
-
-def is_lost_connection(error: BaseException) -> bool:
-    """Whether a collective failed because of another process; gloo raises plain RuntimeErrors."""
-    text = str(error)
-    signs = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL", "timed out", "Timed out")
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(sign in text for sign in signs)
-    )
