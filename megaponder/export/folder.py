@@ -26,7 +26,7 @@ def published(out: Path, force: bool) -> Iterator[Path]:
 
     An existing `out` is refused, or replaced with `force` if it looks like a model folder (it has a config.json).
     """
-    out = out.resolve()
+    out = Path(os.path.realpath(out))  # resolve() has no sentence for a link that leads to itself
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         if not force:
             raise UserError(f"{out} exists already; choose another folder, or say --force to replace it.")

@@ -175,6 +175,13 @@ def test_existing_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "run"]
 
 
+def test_a_link_to_itself_is_a_sentence(tmp_path: Path) -> None:
+    checkpoints.make("gpt2", "loop", tmp_path / "run")
+    (tmp_path / "link").symlink_to("link")
+    with pytest.raises(UserError, match="cannot be written"):
+        export(tmp_path / "run", tmp_path / "link")
+
+
 def test_every_model_field_has_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
     configs.check_fields_known()
     newer = dataclasses.make_dataclass("ModelConfig", [("window", int, 0)], bases=(configs.ModelConfig,))
