@@ -59,6 +59,8 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """An object from a JSON file; UserError if it is missing or is none."""
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise UserError(f"{path} is a pipe or a device.")
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} is missing.") from None
@@ -105,7 +107,9 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         raise UserError(f"{folder} has no model.safetensors: {why}.")
     tensors: dict[str, Tensor] = {}
     for name in names:
-        if "/" in name or not (folder / name).is_file():
+        if "/" in name:
+            raise UserError(f"{index} names {name!r}, which is no file of this folder.")
+        if not (folder / name).is_file():
             raise UserError(f"{folder / name} is missing.")
         try:
             tensors |= load_file(folder / name)

@@ -66,6 +66,9 @@ def import_hf(
     if bad := sorted(name for name, t in tensors.items() if t.is_floating_point() and not t.isfinite().all()):
         raise UserError(f"{source}: {bad[0]} has values that are not finite.")
     count = sum(t.numel() for t in tensors.values())
+    if (cfg.model.num_layers or 0) > len(tensors):
+        layers = cfg.model.num_layers
+        raise UserError(f"{source}: config.json has {layers:,} layers, and the weights have {len(tensors)} tensors.")
     state = names.to_stage(to_plain(hf, tensors, cfg), cfg.model, cfg.ponder.options.get("pause_token_id"))
     del tensors
     prompts = reference.prompts(cfg)

@@ -27,7 +27,7 @@ def read(path: Path, needs: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Rows of a file; a line that a kill has cut off, or that is no text, is left out, as is one that lacks one of the
     integers `needs`."""
     rows = []
-    for text in path.read_text(errors="replace").splitlines() if path.exists() else []:
+    for text in path.read_text(errors="replace").splitlines() if path.is_file() else []:
         try:
             row = json.loads(text)
         except (ValueError, RecursionError):

@@ -33,12 +33,12 @@ IDENTITY = (
 """Fields that must be those of the checkpoint: with others its weights would mean something else."""
 WATCHED = (
     "data.train", "data.valid", "data.split", "data.sequence_length", "data.shuffle_seed", "data.loss_mask",
-    "data.eod_id", "ponder.options", "model.norm_eps", "model.embedding_scale", "precision.dtype", "precision.fp8",
-    "train.steps", "train.seed", "train.global_batch", "train.batch_rampup", "optimizer", "schedule",
+    "data.eod_id", "ponder.options", "model.norm_eps", "precision.dtype", "precision.fp8",
+    "train.steps", "train.tokens", "train.seed", "train.global_batch", "train.batch_rampup", "optimizer", "schedule",
 )  # fmt: skip
 """Fields and sections that may change between two parts of a run, but hardly by accident."""
-MEANING = ("model.norm_eps", "model.embedding_scale")
-"""Those that matter for weights alone."""
+MEANING = ("model.norm_eps",)
+"""Those that matter for weights alone; `_scale_changes` is another."""
 
 
 def complete(cfg: RunConfig) -> RunConfig:
@@ -111,10 +111,25 @@ def refuse_other_model(cfg: RunConfig, checkpoint: Path, weights_only: bool = Fa
         if now != then and not (weights_only and name in ("ponder.method", "model.vocab_multiple")):
             rule = f"checkpoint {checkpoint} was trained with {then!r}"
             raise ConfigError(name, now, rule, "use that" if weights_only else "use that, or a new run folder")
-    return [
+    changes = [
         f"Warning: {name} was {then!r} up to this checkpoint and is {now!r} from here."
         for watched in (MEANING if weights_only else WATCHED)
         for name, then, now in _changes(watched, value_of(saved, watched), value_of(cfg, watched))
+        if name != "train.steps" or cfg.train.tokens is None  # else they follow from it
+    ]
+    return changes + _scale_changes(saved, cfg)
+
+
+def _scale_changes(saved: RunConfig, cfg: RunConfig) -> list[str]:
+    """A warning if embeddings get another factor: `auto` depends on the method, so the field alone does not tell."""
+    from megaponder.ponder.settings import embedding_scale, method_of
+
+    then, now = (embedding_scale(c, method_of(c)) for c in (saved, cfg))
+    if then == now:
+        return []
+    return [
+        f"Warning: embeddings were multiplied by {then:.6g} up to this checkpoint and are by {now:.6g} from here "
+        "(model.embedding_scale)."
     ]
 
 

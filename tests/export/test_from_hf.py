@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +117,20 @@ def test_damaged_and_pickled_folders(tmp_path: Path) -> None:
         read_weights(tmp_path)
     index = {"weight_map": {"x": "../../etc/passwd"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match="is missing"):
+    with pytest.raises(UserError, match="which is no file of this folder"):
         read_weights(tmp_path)
+    (tmp_path / "config.json").unlink()
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(UserError, match="is a pipe or a device"):
+        import_hf(tmp_path, tmp_path / "run")
+
+
+def test_more_layers_than_weights(tmp_path: Path) -> None:
+    hf_models.write("llama_gqa", tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text()) | {"num_hidden_layers": 10**9}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="has 1,000,000,000 layers, and the weights have"):
+        import_hf(tmp_path / "hf", tmp_path / "run")
 
 
 def loss_at_layout(checkpoint: Path, tensor: int, pipeline: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import threading
@@ -115,6 +116,12 @@ def test_tensorboard_has_the_names_and_hides_what_a_resume_repeats(tmp_path):
     events.Reload()
     assert set(events.Tags()["scalars"]) == {"train/loss", "ponder/depth", "train/tokens"}
     assert [e.step for e in events.Scalars("train/loss")] == list(range(1, 9))
+
+
+def test_a_pipe_has_no_rows(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(UserError, match="has no metrics yet"):
+        jsonl.of_run(tmp_path)
 
 
 def test_a_metrics_file_that_was_taken_away_is_told(tmp_path):

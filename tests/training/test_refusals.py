@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 
 from megaponder.checkpoint import folder
@@ -48,6 +49,8 @@ def test_sentences_of_resuming(base: Base):
             ponder__options={"steps": 2, "gate_width": 4},
             checkpoint__load=checkpoint,
         ),
+        job("scaled", model__embedding_scale=2.0, checkpoint__load=checkpoint),
+        job("scaled-alike", model__embedding_scale=math.sqrt(2.5 * 32), checkpoint__load=checkpoint),
     ]
     (found,), output = run("refusals", 1, jobs=jobs)
     assert output.count("Skipped checkpoint") == 0 and found[0].count("Skipped checkpoint") == 1
@@ -60,6 +63,9 @@ def test_sentences_of_resuming(base: Base):
     assert found[6] == "" and f"Starting from the weights of {checkpoint}." in output
     assert found[7].startswith("model.num_layers = 3") and found[7].endswith("was trained with 2; use that.")
     assert found[8].startswith("model.tie_embeddings = False") and found[9] == ""
+    scales = [line for line in output.splitlines() if "embeddings were multiplied by 8.94427 up to" in line]
+    # vanilla and adaponderlm scale otherwise by themselves, "scaled" was told to, "scaled-alike" says the same in numbers
+    assert len(scales) == 3 and "are by 1 from" in scales[0] and "are by 2 from" in scales[2]
     _other_options(base, checkpoint)
     for name in ("all-damaged", "never"):
         assert folder.published(base.root / name / "checkpoints"), "nothing that existed was touched"

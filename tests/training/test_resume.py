@@ -93,6 +93,8 @@ def test_a_budget_of_tokens_counts_what_earlier_batches_were(base: Base):
     tokens = {"train__tokens": 512, "train__steps": None, "train__global_batch": 8}
     _, output = run("run_many", 1, jobs=[base.copy("tokens", upto=6) | tokens])
     rows = base.rows("tokens")
+    assert "Warning: train.tokens was None up to this checkpoint and is 512 from here." in output
+    assert "Warning: train.steps" not in output
     assert max(rows) == 7 and rows[7]["tokens"] == 512 and rows[7]["total_steps"] == 7
     assert "step 7/7" in output
 
