@@ -64,7 +64,7 @@ def test_sentences_of_resuming(base: Base):
     assert found[7].startswith("model.num_layers = 3") and found[7].endswith("was trained with 2; use that.")
     assert found[8].startswith("model.tie_embeddings = False") and found[9] == ""
     scales = [line for line in output.splitlines() if "embeddings were multiplied by 8.94427 up to" in line]
-    # vanilla and adaponderlm scale otherwise by themselves, "scaled" was told to, "scaled-alike" says the same in numbers
+    # vanilla and adaponderlm scale otherwise by themselves, "scaled" was told to; "scaled-alike" is the same in numbers
     assert len(scales) == 3 and "are by 1 from" in scales[0] and "are by 2 from" in scales[2]
     _other_options(base, checkpoint)
     for name in ("all-damaged", "never"):
@@ -90,7 +90,7 @@ def _other_options(base: Base, checkpoint: str) -> None:
         sentence = f"ponder.options = {jobs[i]['ponder__options']!r}: checkpoint {gates}/checkpoints/step_00000002 was "
         assert found[i].startswith(sentence + "trained with {'steps': 2, 'gate_width': 4}, and " + what)
         assert found[i].endswith("; use those, or a new run folder.")
-    assert "Warning" not in output.replace("UserWarning", "")
+    assert "Warning: ponder.options" not in output
     assert "has tensor method_modules.gates" in found[3] and "where this model has" in found[3]
     assert found[4] == "" and "; left out, since loop has no place for them: method_modules.gates" in output
 
