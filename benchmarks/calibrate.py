@@ -23,7 +23,7 @@ cpu.install()
 
 from megaponder.checkpoint.weights import load_weights  # noqa: E402
 from megaponder.data.stream import build_streams  # noqa: E402
-from megaponder.export import names, reference  # noqa: E402
+from megaponder.export import reference  # noqa: E402
 from megaponder.training.evaluate import Evaluation, evaluate  # noqa: E402
 
 
@@ -65,7 +65,7 @@ def main() -> None:
         raise SystemExit(
             f"{args.run}: method {cfg.ponder.method}; calibration wants ponderlm without multiply_by_steps"
         )
-    state, low, high = names.local_names(stored), 0.0, 1.0
+    state, low, high = stored, 0.0, 1.0
     for _ in range(args.tries):
         threshold = (low + high) / 2
         found = measure(cfg, state, threshold, args.batches)

@@ -7,7 +7,6 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.transformer.module import MegatronModule
-from torch import Tensor
 
 
 def metadata() -> dict[str, Any]:
@@ -32,20 +31,7 @@ def layout() -> dict[str, int]:
     }
 
 
-def sharded_state(stage: MegatronModule, stored: set[str] | None = None) -> dict[str, Any]:
-    """Sharded parameters by name; Transformer Engine's scaling state only where there is any.
-
-    `stored`: names of a checkpoint that is to be loaded; scaling state that it lacks is left to be rebuilt, so that
-    BF16 checkpoints load into FP8 runs and the other way round.
-    """
-
-    def wanted(value: Any) -> bool:
-        if not isinstance(value, ShardedObject):
-            return True
-        if stored is not None:
-            return value.unique_key in stored
-        data = value.data
-        return data.numel() > 0 if isinstance(data, Tensor) else data is not None
-
+def sharded_state(stage: MegatronModule) -> dict[str, Any]:
+    """Sharded parameters by name, without what Transformer Engine would pickle beside them (`checkpoint.scales`)."""
     state = stage.sharded_state_dict(metadata=metadata())
-    return {name: value for name, value in state.items() if wanted(value)}
+    return {name: value for name, value in state.items() if not isinstance(value, ShardedObject)}

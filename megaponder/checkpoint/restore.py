@@ -15,10 +15,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
 
-from megaponder.checkpoint import moments, rng, stored
+from megaponder.checkpoint import moments, rng, scales, stored
 from megaponder.checkpoint.damage import damage
 from megaponder.checkpoint.model_state import layout, metadata, sharded_state
 from megaponder.checkpoint.state import TrainState, load_state
+from megaponder.engine.fp8 import Fp8
 from megaponder.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ def resume(path: Path, stage: MegatronModule, optimizer: MegatronOptimizer) -> T
     """Load parameters, optimizer state and, on the layout that saved them, random states.  All ranks call this."""
     state, contents = load_state(path)
     names = _stored(path)
-    model = sharded_state(stage, set(names))
+    model = sharded_state(stage)
     _refuse_absent(path, model, names)
     _refuse_other_shapes(path, model, names)
     if left := _not_wanted(model, names):
@@ -56,10 +57,14 @@ def resume(path: Path, stage: MegatronModule, optimizer: MegatronOptimizer) -> T
         # the run that saved was BF16 and this one is FP32: its masters are the better weights
         _rename(model, lambda key: f"{moments.PREFIX}param.{key}", names)
     _load_model(path, stage, model)
-    model = sharded_state(stage, set(names))
+    model = sharded_state(stage)
     wanted = moments.sharded_state(optimizer, model, metadata(), loading=True, masters=contents.masters)
     _refuse_absent(path, wanted, names)
-    moments.load(optimizer, _load(path, wanted), state.updates)
+    fp8 = _scales(stage.fp8, names)
+    loaded = _load(path, {"optimizer": wanted} | ({"fp8": fp8} if fp8 else {}))
+    moments.load(optimizer, loaded["optimizer"], state.updates)
+    if fp8:
+        stage.fp8.load_scales(loaded["fp8"])
     if contents.layout == layout():
         rng.load(_load(path, rng.sharded_state()))
     else:
@@ -74,7 +79,7 @@ def load(path: Path, stage: MegatronModule, optimizer: MegatronOptimizer | None 
     its master weights from the loaded parameters.
     """
     names = _stored(path)
-    model = sharded_state(stage, set(names))
+    model = sharded_state(stage)
     lacking = _refuse_absent(path, model, names, may_lack=METHOD)
     _refuse_other_shapes(path, model, names)
     left = _not_wanted(model, names)
@@ -98,6 +103,18 @@ def _load_model(path: Path, stage: MegatronModule, model: dict[str, Any]) -> Non
         for name, value in loaded.items():
             if isinstance(value, torch.Tensor):
                 own[name].copy_(value)
+
+
+def _scales(fp8: Fp8 | None, names: Shapes) -> dict[str, ShardedTensor]:
+    """All of FP8's scales, or none where the run that saved had other ones: the canary's runs then fill them."""
+    if fp8 is None or not any(name.startswith(scales.PREFIX) for name in names):
+        return {}
+    fp8.allocate()
+    wanted = scales.sharded_state(fp8)
+    other = _of_all_ranks([s.key for s in wanted.values() if names.get(s.key) != tuple(s.global_shape)])
+    if other:
+        log.info("scales of FP8 were not loaded: the checkpoint has no such %s", _some(other))
+    return {} if other else wanted
 
 
 def _stored(path: Path) -> Shapes:

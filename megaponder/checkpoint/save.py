@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
 
-from megaponder.checkpoint import folder, manifest, model_state, moments, results, rng
+from megaponder.checkpoint import folder, manifest, model_state, moments, results, rng, scales
 from megaponder.checkpoint.state import CONFIG, Contents, TrainState, save_state
 from megaponder.config.load import dump
 from megaponder.config.schema import RunConfig
@@ -102,7 +102,9 @@ class Saver:
         model = model_state.sharded_state(self.stage)
         masters = moments.has_masters(self.stage.parameters())
         optimizer = moments.sharded_state(self.optimizer, model, model_state.metadata(), loading=False, masters=masters)
-        return {"model": model, "optimizer": optimizer, "random": rng.sharded_state()}
+        found = {"model": model, "optimizer": optimizer, "random": rng.sharded_state()}
+        fp8 = scales.sharded_state(self.stage.fp8)
+        return found | ({"fp8": fp8} if fp8 else {})  # megatron-core would pickle an empty part
 
     def _publish(self, path: Path, state: TrainState) -> None:
         dump(self.cfg, path / CONFIG)

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 
 from megaponder.errors import UserError, is_lost_connection
 
-BESIDES = ("optimizer.", "random.")
+BESIDES = ("optimizer.", "fp8.", "random.")
 """First parts of names that are no parameter's."""
 
 # Norms are stored under the names that they have inside Transformer Engine's fused layers.

@@ -10,12 +10,12 @@ A pondering step uses every weight K times per micro-batch.  Three rules make al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megaponder.config.schema import RunConfig
 
@@ -46,12 +46,12 @@ class Fp8:
         self._recipe, self._delayed = recipe_of(cfg.precision.fp8), cfg.precision.fp8 == "delayed"
         self._enabled = True
         self._in_fp8 = _chosen(cfg, layers)
-        self._modules = [
-            m
+        self._modules: dict[str, Any] = {
+            f"layers.{int(layer.layer_number) - 1}.{name}": m  # type: ignore[arg-type]
             for layer in self._in_fp8
-            for m in layer.modules()
+            for name, m in layer.named_modules()
             if hasattr(m, "_fp8_workspaces") and hasattr(m, "weight")
-        ]
+        }
         self._layers = list(layers)
 
     def layer(self, index: int) -> Callable[[], AbstractContextManager[Any]]:
@@ -72,8 +72,34 @@ class Fp8:
         """Delayed scaling has seen no numbers yet: neither in this process nor in a checkpoint."""
         if not self._delayed:
             return False
-        metas = [m.fp8_meta.get("scaling_fwd") for m in self._modules]  # type: ignore[operator, union-attr]
-        return not any(meta is not None and bool(meta.amax_history.any()) for meta in metas)
+        return not any(bool(value.any()) for name, value in self.scales().items() if name.endswith(".amax_history"))
+
+    def allocate(self) -> None:
+        """Delayed scaling: make `scales` before the first step does, so that a checkpoint's can take their places."""
+        for module in self._modules.values() if self._delayed else ():
+            module.fp8_meta["num_gemms"] = 1
+            module.init_fp8_meta_tensors(self._recipe)
+
+    def scales(self) -> dict[str, Tensor]:
+        """The state of delayed scaling in place: scale [n] and amax_history [16, n] of each layer's n tensors.
+
+        By names that do not depend on the layout; the same on all ranks of a stage.  Empty before the first step and
+        with other recipes, which keep nothing.
+        """
+        return {
+            f"{name}.{kind}.{part}": getattr(module.fp8_meta[kind], part)
+            for name, module in self._modules.items()
+            for kind in ("scaling_fwd", "scaling_bwd")
+            for part in ("scale", "amax_history")
+            if self._delayed and kind in module.fp8_meta
+        }
+
+    @torch.no_grad()
+    def load_scales(self, values: Mapping[str, Tensor]) -> None:
+        """Set what `scales` gives, where it lies: captured passes read it there."""
+        own = self.scales()
+        for name, value in values.items():
+            own[name].copy_(value)
 
     @contextmanager
     def _on(self) -> Iterator[None]:
@@ -88,8 +114,8 @@ class Fp8:
     @torch.no_grad()
     def begin_step(self) -> None:
         """Quantise the weights that have been used in FP8 before; others are quantised at their first use."""
-        for module in self._modules:
-            stored = module._fp8_workspaces.get("weight")  # type: ignore[union-attr, operator]
+        for module in self._modules.values():
+            stored = module._fp8_workspaces.get("weight")
             if stored is not None:
                 stored._quantizer.set_usage(rowwise=True, columnwise=True)
                 stored.quantize_(module.weight)
@@ -100,7 +126,7 @@ class Fp8:
             return
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager as State
 
-        for module in self._modules:
+        for module in self._modules.values():
             if module.fp8_initialized:
                 State.add_fp8_tensors_to_global_buffer(module.fp8_meta)
         State.reduce_and_update_fp8_tensors(forward=True)
@@ -113,7 +139,7 @@ class Fp8:
         """
         if not self._delayed:
             return {}
-        metas: list[Any] = [m.fp8_meta for m in self._modules if m.fp8_initialized]
+        metas: list[Any] = [m.fp8_meta for m in self._modules.values() if m.fp8_initialized]
         if not metas:
             return {}
         # the newest entry: `end_step` has turned the history and cleared its first

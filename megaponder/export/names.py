@@ -38,11 +38,6 @@ _INNER = {
     "pre_mlp_layernorm": "post_attention_layernorm",
     "mlp.linear_fc2": "mlp.down_proj",
 }
-# Transformer Engine keeps a norm inside the matrix that follows it
-_FUSED_NORMS = {
-    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
-    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
-}
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _PLAIN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _METHOD, _PLAIN_METHOD = "method_modules.", "method."
@@ -67,17 +62,6 @@ def fuse_qkv(q: Tensor, k: Tensor, v: Tensor, heads: int, groups: int) -> Tensor
     per, size = heads // groups, k.shape[0] // groups
     parts = [x.view(groups, n, size, *x.shape[1:]) for x, n in ((q, per), (k, 1), (v, 1))]
     return torch.cat(parts, dim=1).flatten(0, 2)
-
-
-def local_names(state: Tensors) -> Tensors:
-    """A checkpoint's tensors under the names of a stage of PyTorch layers, whichever layers saved it."""
-    out = {}
-    for name, tensor in state.items():
-        for fused, norm in _FUSED_NORMS.items():
-            name = name.replace(fused, norm)
-        if not name.endswith("_extra_state"):  # FP8 scales: no weights
-            out[name] = tensor
-    return out
 
 
 def to_plain(stage: Tensors, model: ModelConfig, pause_token_id: int | None = None) -> Tensors:

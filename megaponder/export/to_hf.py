@@ -78,7 +78,7 @@ def export(
     reference.check_tolerance(tolerance)
     source = locate(checkpoint)
     cfg, state = read_weights(source)
-    state = cast(names.local_names(state), dtype)
+    state = cast(state, dtype)
     out = Path(out)
     with folder.published(out, force) as temporary:
         reason = configs.why_not_native(cfg)

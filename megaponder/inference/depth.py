@@ -48,7 +48,7 @@ def read_depths(checkpoint: str | Path, text: str, tokenizer: str | None = None)
     """
     from megaponder.checkpoint.weights import load_weights
     from megaponder.data.batch import MicroBatch
-    from megaponder.export import names, reference
+    from megaponder.export import reference
     from megaponder.export.tokenizer import NONE, find
     from megaponder.ponder.settings import method_of
 
@@ -65,7 +65,7 @@ def read_depths(checkpoint: str | Path, text: str, tokenizer: str | None = None)
         raise UserError(f"the text has {len(ids)} tokens; it must have 1 to {longest}.")
     row = torch.tensor([ids])
     batch = MicroBatch(row, row.roll(-1, dims=1), torch.ones(row.shape))
-    with reference.engine(cfg, names.local_names(state)) as engine, torch.no_grad():
+    with reference.engine(cfg, state) as engine, torch.no_grad():
         out = engine.readout(batch)
         assert out.depth is not None
         losses = engine.stage.token_losses(out.hidden, batch)[:, 0].tolist()

@@ -129,7 +129,7 @@ def _from_checkpoint(path: Path, tokenizer: str | None, device: str) -> Source:
     words = find(cfg, tokenizer)
     if words is None or tokenizer == NONE:
         raise UserError(f"{path} names no tokenizer (data.tokenizer); name one.")
-    plain = names.to_plain(names.local_names(state), cfg.model, pause_token(cfg))
+    plain = names.to_plain(state, cfg.model, pause_token(cfg))
     model = build_model(cfg, {name: t.float() if device == "cpu" else t for name, t in plain.items()}).to(device)
     eos = words.eod_id if cfg.data.eod_id is None else cfg.data.eod_id
     assert cfg.model.max_positions is not None

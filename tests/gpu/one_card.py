@@ -105,6 +105,21 @@ class OneCard(dist.ProcessGroup):
             t.detach().copy_(here)
         return _Work(lambda: None)
 
+    def gather(self, outputs: Sequence[Sequence[Tensor]], given: Sequence[Tensor], opts: Any) -> Any:
+        here = [[torch.empty_like(o, device="cpu") for o in out] for out in outputs]
+        self._gloo.gather(here, [t.detach().cpu() for t in given], opts).wait()
+        for out, arrived in zip(outputs, here, strict=True):
+            for o, h in zip(out, arrived, strict=True):
+                o.detach().copy_(h)
+        return _Work(lambda: None)
+
+    def scatter(self, outputs: Sequence[Tensor], given: Sequence[Sequence[Tensor]], opts: Any) -> Any:
+        here = [torch.empty_like(o, device="cpu") for o in outputs]
+        self._gloo.scatter(here, [[t.detach().cpu() for t in each] for each in given], opts).wait()
+        for o, h in zip(outputs, here, strict=True):
+            o.detach().copy_(h)
+        return _Work(lambda: None)
+
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Any:
         for out, given in zip(outputs, inputs, strict=True):
             here = [torch.empty_like(o, device="cpu") for o in out]

@@ -69,6 +69,12 @@ def tensors(root: Path, name: str) -> dict[str, tuple[int, ...]]:
     return {key: shape for key, shape in shapes.items() if not key.startswith("random.")}
 
 
+def scales(root: Path, name: str) -> dict[str, Any]:
+    """FP8's scales and histories in the last checkpoint."""
+    path = root / name / "checkpoints" / "step_00000008"
+    return stored.read(path, {n: m for n, m in stored.tensors(path).items() if n.startswith("fp8.")})
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a whole run in each mode."""
@@ -102,6 +108,20 @@ def resumed(root: Path) -> Path:
 def test_a_run_goes_on(resumed: Path, name: str) -> None:
     want = PRECISIONS.get(name, PRECISIONS["bf16"])
     np.testing.assert_allclose(losses(resumed, f"{name}-again"), losses(resumed, name), rtol=want)
+
+
+def test_the_scales_of_fp8_go_on(resumed: Path) -> None:
+    """The canary fills a lost history too, but not with what the first steps, before the checkpoint, had seen."""
+    whole, again = scales(resumed, "delayed"), scales(resumed, "delayed-again")
+    histories = [name for name in whole if name.endswith(".amax_history")]
+    assert len(histories) == 16 and len(whole) == 32  # 2 layers of 4 matrices, forward and backward
+    assert whole.keys() == again.keys()
+    for name in histories:
+        before = whole[name][6:11]  # of 16 entries, the newest last: 2 fills and steps 1 to 3, then steps 4 to 8
+        assert (before[:, 0] > 0).all() and len(before[:, 0].unique()) > 2
+        assert torch.equal(again[name][6:11], before)
+    for name in ("bf16", "blockwise", "delayed-to-bf16"):
+        assert not scales(resumed, name)
 
 
 @pytest.mark.parametrize(("before", "after"), MOVES)

@@ -179,10 +179,14 @@ def watch_fp8_weights(recipe: str) -> dict[str, Any]:
     stage, seen = engine.stage, []
 
     def weights() -> list[Any]:
-        return [m._fp8_workspaces["weight"].dequantize().clone() for m in stage.fp8._modules]
+        return [m._fp8_workspaces["weight"].dequantize().clone() for m in stage.fp8._modules.values()]
 
     def scales() -> list[Any]:
-        return [m.fp8_meta["scaling_fwd"].scale.clone() for m in stage.fp8._modules] if recipe == "delayed" else []
+        return (
+            [m.fp8_meta["scaling_fwd"].scale.clone() for m in stage.fp8._modules.values()]
+            if recipe == "delayed"
+            else []
+        )
 
     run_pass = stage.run_pass
 
@@ -245,7 +249,7 @@ def fp8_amax() -> dict[str, Any]:
     for step in range(2):
         engine.zero_grad()
         engine.forward_backward(_batches(step), step, train=True)
-    weights = max(float(m.weight.abs().max()) for m in engine.stage.fp8._modules)
+    weights = max(float(m.weight.abs().max()) for m in engine.stage.fp8._modules.values())
     other = _engine(_case({"family": "llama", "method": "vanilla"}, "current"))
     other.forward_backward(_batches(0), 0, train=True)
     return {"before": before, "after": engine.fp8_amax(), "weights": weights, "other": other.fp8_amax()}

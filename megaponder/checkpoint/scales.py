@@ -1,0 +1,24 @@
+"""The scales of FP8's delayed scaling in a checkpoint.
+
+Plain tensors by layer: they move with the layers to another layout, other precisions leave them aside, and nothing
+pickled by a version of Transformer Engine is in a checkpoint.
+"""
+
+from __future__ import annotations
+
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+from megaponder.engine.fp8 import Fp8
+
+PREFIX = "fp8."
+
+
+def sharded_state(fp8: Fp8 | None) -> dict[str, ShardedTensor]:
+    """What there is of them (`Fp8.scales`): all ranks of a stage have the same."""
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    dp_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return {
+        name: ShardedTensor.from_rank_offsets(PREFIX + name, value, replica_id=(0, tp_rank, dp_rank))
+        for name, value in (fp8.scales() if fp8 else {}).items()
+    }
