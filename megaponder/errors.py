@@ -47,15 +47,18 @@ def of_file(error: OSError) -> UserError | None:
     return UserError(f"{name or 'A file'}: {IN_THE_WAY.get(error.errno or 0, error.strerror or error)}.")
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text that says something; empty where none does."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+
+
 def out_of_memory(error: RuntimeError) -> UserError | None:
     """The sentence for memory that ran out, of a GPU or of the host; None for other errors."""
-    text = str(error)
-    if type(error).__name__ != "OutOfMemoryError" and "can't allocate memory" not in text:
+    if type(error).__name__ != "OutOfMemoryError" and "can't allocate memory" not in str(error):
         return None
-    what = next((line for line in text.splitlines() if line.strip()), "").strip().rstrip(".")
     return UserError(
-        f"Memory ran out ({what}); use a smaller train.micro_batch, parallel.recompute: layer or more model-parallel "
-        "processes; `megaponder plan` shows what it counts on."
+        f"Memory ran out ({first_line(error).rstrip('.')}); use a smaller train.micro_batch, parallel.recompute: layer "
+        "or more model-parallel processes; `megaponder plan` shows what it counts on."
     )
 
 

@@ -48,3 +48,8 @@ def checksum(path: Path) -> int:
         while block := file.read(_BLOCK):
             value = zlib.crc32(block, value)
     return value
+
+
+def is_special(path: Path) -> bool:
+    """Whether a pipe, a socket or a device lies there: opening one may wait for ever."""
+    return path.exists() and not (path.is_file() or path.is_dir())

@@ -19,7 +19,6 @@ from megaponder.checkpoint import moments, rng, scales, stored
 from megaponder.checkpoint.damage import damage
 from megaponder.checkpoint.model_state import layout, metadata, sharded_state
 from megaponder.checkpoint.state import TrainState, load_state
-from megaponder.engine.fp8 import Fp8
 from megaponder.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -105,7 +104,7 @@ def _load_model(path: Path, stage: MegatronModule, model: dict[str, Any]) -> Non
                 own[name].copy_(value)
 
 
-def _scales(fp8: Fp8 | None, names: Shapes) -> dict[str, ShardedTensor]:
+def _scales(fp8: scales.Scales | None, names: Shapes) -> dict[str, ShardedTensor]:
     """All of FP8's scales, or none where the run that saved had other ones: the canary's runs then fill them."""
     if fp8 is None or not any(name.startswith(scales.PREFIX) for name in names):
         return {}

@@ -6,16 +6,26 @@ pickled by a version of Transformer Engine is in a checkpoint.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Protocol
+
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-
-from megaponder.engine.fp8 import Fp8
+from torch import Tensor
 
 PREFIX = "fp8."
 
 
-def sharded_state(fp8: Fp8 | None) -> dict[str, ShardedTensor]:
-    """What there is of them (`Fp8.scales`): all ranks of a stage have the same."""
+class Scales(Protocol):
+    """What keeps them in a running model: `engine.fp8.Fp8`."""
+
+    def allocate(self) -> None: ...
+    def scales(self) -> dict[str, Tensor]: ...
+    def load_scales(self, values: Mapping[str, Tensor]) -> None: ...
+
+
+def sharded_state(fp8: Scales | None) -> dict[str, ShardedTensor]:
+    """What there is of them: all ranks of a stage have the same."""
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     dp_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     return {

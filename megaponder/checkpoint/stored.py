@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
-from megaponder.errors import UserError, is_lost_connection
+from megaponder.errors import UserError, first_line, is_lost_connection
 
 BESIDES = ("optimizer.", "fp8.", "random.")
 """First parts of names that are no parameter's."""
@@ -111,7 +111,7 @@ def reading(path: Path) -> Iterator[None]:
     except (Exception, CheckpointException) as error:
         if is_lost_connection(error):
             raise
-        first = next(iter(str(error).splitlines()), "").partition(". ")[0].rstrip(".")
+        first = first_line(error).partition(". ")[0].rstrip(".")
         raise UserError(
             f"Checkpoint {path} cannot be loaded ({type(error).__name__}: {first}), although its files fit its "
             "manifest; they were changed with it, or another version wrote them: take an earlier checkpoint or a copy."

@@ -9,22 +9,18 @@ from torch import Tensor
 from megaponder.checkpoint import stored
 from megaponder.checkpoint.choose import locate
 from megaponder.checkpoint.state import CONFIG
-from megaponder.config.facts import facts_of
 from megaponder.config.load import load_config
 from megaponder.config.resolve import resolve
-from megaponder.config.rules import Case, model
 from megaponder.config.schema import RunConfig
 from megaponder.errors import ConfigError, UserError
-from megaponder.ponder.settings import method_of
+from megaponder.ponder.settings import check_shape
 
 
 def read_config(folder: Path) -> RunConfig:
     """The configuration of the run that saved; UserError if no run can have had it."""
     try:
         cfg = load_config(folder / CONFIG, [])
-        resolved = resolve(cfg)
-        for rule in model.SHAPES:
-            rule(Case(resolved, facts_of(method_of(resolved), resolved.train.seed), 1))
+        check_shape(resolve(cfg))
     except ConfigError as error:
         raise UserError(f"Checkpoint {folder} has a configuration that no run can have had: {error}") from None
     return cfg

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def read(path: str | os.PathLike[str]) -> Any:
     """The value of a YAML file; ConfigError if it is absent, unreadable or not YAML."""
     path = Path(path)
     try:
-        if path.exists() and not (path.is_file() or path.is_fifo() or path.is_dir()):
+        if files.is_special(path) and not path.is_fifo():  # a shell's <(...) is one
             raise ConfigError("configuration file", str(path), "it is no file", "name a YAML file")
         return parse(path.read_text(encoding="utf-8"), str(path))
     except FileNotFoundError:
@@ -66,10 +67,17 @@ def read(path: str | os.PathLike[str]) -> Any:
 class _Representer(SafeRepresenter):
     """Lists on one line, without touching the library's own class."""
 
+    def text(self, text: str) -> Any:
+        """Quoted if it begins with a sign: the library writes `[?0]` bare too, but reads a mapping's key in it."""
+        quote = None if re.match(r"[\w./~]", text) else "'"
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=quote)
 
-_Representer.add_representer(
-    list, lambda r, items: r.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=True)
-)
+    def row(self, items: list[Any]) -> Any:
+        return self.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=True)
+
+
+_Representer.add_representer(str, _Representer.text)
+_Representer.add_representer(list, _Representer.row)
 
 
 def to_text(value: Any) -> str:

@@ -9,7 +9,6 @@ Training reads the pair with megatron-core's IndexedDataset; this module checks 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import struct
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megaponder import files
 from megaponder.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -95,6 +95,15 @@ def _damaged(path: str, what: str) -> UserError:
     return UserError(f"{path}: {what}; prepare or copy the dataset again.")
 
 
+def _is_there(path: str) -> bool:
+    """Whether there is a file; what keeps it from being read says so itself, as an OSError."""
+    try:
+        with open(path, "rb"):
+            return True
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
 def read_index(prefix: str | os.PathLike[str]) -> Index:
     """Read and check `<prefix>.idx` against `<prefix>.bin`.
 
@@ -103,9 +112,9 @@ def read_index(prefix: str | os.PathLike[str]) -> Index:
     prefix = os.fspath(prefix)
     idx, bin_ = prefix + ".idx", prefix + ".bin"
     for path in (idx, bin_):
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError), open(path, "rb"):
-            continue  # it is there, and what keeps it from being read says so itself
-        if not os.path.isfile(path):
+        if files.is_special(Path(path)):
+            raise UserError(f"{path} is a pipe or a device; `megaponder prepare` writes datasets as files.")
+        if not _is_there(path):
             near = sorted(p.stem for p in Path(path).parent.glob("*.idx"))[:5]
             hint = f"datasets in that folder: {', '.join(near)}" if near else "no dataset lies in that folder"
             raise UserError(f"{path}: no such file ({hint}); a dataset is given by its path without .bin/.idx.")

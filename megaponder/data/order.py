@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import psutil
 from megatron.core.datasets import helpers
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -116,7 +116,7 @@ class EpochGPTDataset(GPTDataset):
     def _order(self, lengths: np.ndarray, ids: np.ndarray, epochs: int) -> dict[str, np.ndarray]:
         """`build_order`; UserError, before the work, for more epochs than this machine's memory can hold."""
         held = epochs * len(ids) * 4 + self.num_samples * 16  # documents; where samples begin and their order
-        if held > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        if held > psutil.virtual_memory().total:
             raise UserError(
                 f"train.steps asks for {self.num_samples:,} sequences of {self.dataset_path}, {epochs:,} epochs, whose "
                 f"order of {held / 2**30:,.0f} GiB does not fit in memory; train for fewer steps, or give more data."

@@ -59,7 +59,7 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """An object from a JSON file; UserError if it is missing or is none."""
     try:
-        if path.exists() and not (path.is_file() or path.is_dir()):
+        if files.is_special(path):
             raise UserError(f"{path} is a pipe or a device.")
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

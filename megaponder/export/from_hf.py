@@ -6,17 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaponder.config.facts import facts_of
 from megaponder.config.load import from_mapping
 from megaponder.config.resolve import resolve
-from megaponder.config.rules import Case, model
 from megaponder.config.schema import DataConfig, PonderConfig, RunConfig
 from megaponder.errors import ConfigError, UserError
 from megaponder.export import folder, names, native, reference
 from megaponder.export.extra import need_transformers
 from megaponder.export.hf_fields import model_config
 from megaponder.export.save import save_weights
-from megaponder.ponder.settings import method_of
+from megaponder.ponder.settings import check_shape
 
 DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 
@@ -89,9 +87,7 @@ def run_config(hf: dict[str, Any], source: Path, out: Path, ignore: frozenset[st
     where = str(source / "config.json")
     try:
         cfg = _run_config(hf, source, out, ignore, where)
-        case = Case(cfg, facts_of(method_of(cfg)), 1)
-        for rule in model.SHAPES:
-            rule(case)
+        check_shape(cfg)
     except ConfigError as error:
         raise UserError(f"{where}: {error}") from None
     return cfg

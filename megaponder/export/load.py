@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megaponder.config.schema import RunConfig
-from megaponder.errors import UserError
+from megaponder.errors import UserError, first_line
 from megaponder.export import configs, folder, names
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def load_folder(path: Path, dtype: torch.dtype = torch.float32, trust_remote_cod
     except UserError:
         raise
     except Exception as error:  # whatever transformers and the modelling file make of wrong fields
-        first = next(iter(str(error).splitlines()), "").rstrip(".")
+        first = first_line(error).rstrip(".")
         raise UserError(f"{path}: no model can be made of it ({type(error).__name__}: {first}).") from error
     wrong = [key for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in notes[kind]]
     if wrong:

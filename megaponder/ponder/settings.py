@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
+from megaponder.config.facts import facts_of
 from megaponder.config.resolve import init_std
+from megaponder.config.rules import Case, model
 from megaponder.config.schema import RunConfig
 from megaponder.ponder.base import Method, Shape, build_method
 
@@ -36,3 +38,10 @@ def initialisation(cfg: RunConfig, method: Method) -> tuple[str, float, float]:
     if m.init_output_scale != "auto":
         factor = float(m.init_output_scale)
     return family, init_std(m, family), factor
+
+
+def check_shape(cfg: RunConfig) -> None:
+    """ConfigError for a resolved configuration of which no model can be built, wherever it came from."""
+    case = Case(cfg, facts_of(method_of(cfg), cfg.train.seed), 1)
+    for rule in model.SHAPES:
+        rule(case)

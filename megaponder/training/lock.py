@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 from filelock import FileLock
 
+from megaponder import files
 from megaponder.errors import UserError
 
 BEAT = 10.0
@@ -103,8 +104,8 @@ class RunLock:
     def _owner(self) -> dict[str, Any] | None:
         """Who holds the lock; None if the file is gone or was never finished."""
         try:
-            if self.path.exists() and not (self.path.is_file() or self.path.is_dir()):
-                return None  # a pipe would make us wait
+            if files.is_special(self.path):
+                return None
             owner = json.loads(self.path.read_text())
         except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
             return None

@@ -6,7 +6,7 @@ import warnings
 
 from megaponder.config.schema import RunConfig
 from megaponder.engine import groups as process_groups
-from megaponder.errors import LostRank, is_lost_connection
+from megaponder.errors import LostRank, first_line, is_lost_connection
 from megaponder.training import setup
 
 
@@ -31,7 +31,7 @@ def train(cfg: RunConfig) -> int:
     except Exception as error:
         if isinstance(error, LostRank) or not is_lost_connection(error):
             raise
-        why = next(iter(str(error).splitlines()), type(error).__name__)
+        why = first_line(error) or type(error).__name__
         raise LostRank(f"Another rank was lost, or never came, before the first step ({why}).") from error
     # not after an error: a rank that fails alone must end at once instead of waiting for the others here
     process_groups.shutdown()

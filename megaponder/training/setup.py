@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from megaponder.config import launcher
-from megaponder.config.facts import MethodFacts, facts_of
+from megaponder.config.facts import facts_of
 from megaponder.config.fields import all_fields, value_of
 from megaponder.config.gpus import find_gpu
 from megaponder.config.load import dump, load_config
@@ -48,27 +49,25 @@ def complete(cfg: RunConfig) -> RunConfig:
     cfg = resolve(cfg)
     cfg = fill_from_data(cfg, check_data(cfg))
     world, machine = launcher.place().world_size, this_machine()
-    facts = facts_of(method_of(cfg), cfg.train.seed)
-    check(cfg, facts, world, machine, needs_data=True)
-    _refuse_what_cannot_fit(cfg, facts, world, machine)
+    method = method_of(cfg)
+    check(cfg, facts_of(method, cfg.train.seed), world, machine, needs_data=True)
+    _refuse_what_cannot_fit(cfg, method, world, machine)
     return cfg
 
 
-def _refuse_what_cannot_fit(cfg: RunConfig, facts: MethodFacts, world_size: int, machine: Machine) -> None:
+def _refuse_what_cannot_fit(cfg: RunConfig, method: Method, world_size: int, machine: Machine) -> None:
     """UserError for a model whose weights, gradients and optimizer state alone are more than the machine's memory."""
     import torch
 
     from megaponder.plan.memory import GIB, rank_memory
-    from megaponder.ponder.settings import method_of
 
-    passes = method_of(cfg).passes(cfg.train.seed, 0)
-    stages = range(cfg.parallel.pipeline)
-    parts = [rank_memory(cfg, facts, passes, world_size, stage) for stage in stages]
+    facts, passes = facts_of(method, cfg.train.seed), method.passes(cfg.train.seed, 0)
+    parts = [rank_memory(cfg, facts, passes, world_size, stage) for stage in range(cfg.parallel.pipeline)]
     need = max(p.weights + p.gradients + p.optimizer for p in parts)
     if machine.device == "cuda":
         room, where = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory, "a GPU here"
     else:
-        room, where = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine"
+        room, where = psutil.virtual_memory().total, "this machine"
     if need > room:
         raise UserError(
             f"The model does not fit: its weights, gradients and optimizer state take {need / GIB:,.1f} GiB of the "

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megaponder.config import yaml_file
@@ -184,6 +184,7 @@ def test_dump_and_load_give_the_same_configuration(tmp_path: Path, preset: str) 
 @given(
     lr=st.floats(min_value=0, allow_nan=False, allow_infinity=False), run=st.text(min_size=1), weight=st.floats(0, 1)
 )
+@example(lr=0.0, run="?0", weight=0.0)
 def test_any_number_and_text_survives(lr: float, run: str, weight: float) -> None:
     run = "".join(c for c in run if c.isprintable()) or "x"
     cfg = from_mapping({"run": run, "optimizer": {"lr": lr}, "data": {"train": [weight, run]}})

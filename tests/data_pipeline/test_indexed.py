@@ -76,3 +76,11 @@ def test_description_of_other_files(prefix: str) -> None:
     Path(prefix + ".json").write_text('{"format": "megaponder-dataset-1"}')
     with pytest.raises(UserError, match="Field required"):
         inspect_dataset(prefix)
+
+
+def test_pipes_are_no_dataset(tmp_path: Path) -> None:
+    """Opening one would wait for ever."""
+    for suffix in (".idx", ".bin"):
+        os.mkfifo(tmp_path / f"x{suffix}")
+    with pytest.raises(UserError, match=r"x\.idx is a pipe or a device"):
+        read_index(tmp_path / "x")

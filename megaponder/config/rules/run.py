@@ -6,6 +6,7 @@ import math
 import os
 from pathlib import Path
 
+from megaponder import files
 from megaponder.config import budget
 from megaponder.config.fields import all_fields, value_of
 from megaponder.config.rules.case import Case, Rule, nearest_multiple, require
@@ -194,8 +195,7 @@ def run_is_a_folder(c: Case) -> None:
     ok = not path.exists() or path.is_dir()
     require(ok, "run", c.cfg.run, "a file has this name", f"for example {c.cfg.run}-run")
     for child in sorted(path.iterdir()) if path.is_dir() and os.access(path, os.R_OK | os.X_OK) else []:
-        ok = not child.exists() or child.is_file() or child.is_dir()
-        require(ok, "run", c.cfg.run, f"{child} is a pipe or a device", "move it away")
+        require(not files.is_special(child), "run", c.cfg.run, f"{child} is a pipe or a device", "move it away")
     saved = path / "checkpoints"
     ok = not saved.exists() or saved.is_dir()
     require(ok, "run", c.cfg.run, f"{saved} is a file, so no checkpoint could be saved", "move it away")
