@@ -119,6 +119,15 @@ class Captures:
         """Captured passes so far."""
         return len(self._graphs)
 
+    def close(self) -> None:
+        """Destroy all graphs: since 2.26 NCCL waits, for ever, to end a group while a graph holds calls of it."""
+        torch.cuda.synchronize()
+        for graphs in self._graphs.values():
+            graphs.forward.reset()
+            graphs.backward.reset()
+        self._graphs.clear()
+        self._shared.clear()
+
     def run(
         self,
         p: Pass,

@@ -99,6 +99,11 @@ class Engine:
         found = self.stage.fp8.amax() if self.stage.fp8 else {}
         return {f"fp8_amax_{tensor}": value for tensor, value in found.items()}
 
+    def close(self) -> None:
+        """Let go of what would keep the process groups from ending."""
+        if self._runner.captures is not None:
+            self._runner.captures.close()
+
     def zero_grad(self) -> None:
         """Clear the gradient buffers (the optimizer's own zero_grad clears its copies)."""
         self.ddp.zero_grad_buffer()

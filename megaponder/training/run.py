@@ -163,6 +163,7 @@ def run(cfg: RunConfig, groups: Groups) -> int:
             monitor.say(f"Stopped by {stopping.words(asked)} {what}.")
             if asked == stopping.STOP_FILE:
                 on_first_rank(stop.clear)
+        engine.close()
         return stopping.EXIT_CODES.get(asked, 0)
 
 

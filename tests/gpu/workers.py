@@ -261,3 +261,11 @@ def train(jobs: list[dict[str, Any]]) -> None:
 
     one_card.share()
     run_many(jobs)
+
+
+def whole_command(job: dict[str, Any]) -> int:
+    """Exit code of `megaponder train`, which leaves the process groups at its end."""
+    from tests.training.workers import run_train
+
+    one_card.share()
+    return run_train(**job)
