@@ -70,7 +70,7 @@ class Fp8:
     @property
     def lacks_history(self) -> bool:
         """Delayed scaling has seen no numbers yet: neither in this process nor in a checkpoint."""
-        if not self._delayed:
+        if not self._delayed or not self._modules:
             return False
         return not any(bool(value.any()) for name, value in self.scales().items() if name.endswith(".amax_history"))
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+import torch.distributed as dist
+
 from megaponder.config.schema import RunConfig
 from megaponder.data.batch import MicroBatch
 from megaponder.engine.step import Engine
@@ -21,7 +24,7 @@ def check_fp8(cfg: RunConfig, engine: Engine, batches: Sequence[MicroBatch], say
     fp8 = engine.stage.fp8
     if fp8 is None:
         return
-    if fp8.lacks_history:
+    if _any_rank(fp8.lacks_history, engine):
         for _ in range(FILLS):
             engine.forward_backward(batches, 0, train=True)
         engine.zero_grad()
@@ -39,3 +42,10 @@ def check_fp8(cfg: RunConfig, engine: Engine, batches: Sequence[MicroBatch], say
             "first and last layers in BF16 (precision.fp8_bf16_layers: 1), use another recipe, or none."
         )
     say(f"FP8 ({cfg.precision.fp8}): {sentence}.")
+
+
+def _any_rank(here: bool, engine: Engine) -> bool:
+    """The same answer on all: a stage whose layers are all in BF16 has no history, and nothing to fill it with."""
+    found = torch.tensor(float(here), device=engine.groups.device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return bool(found)
