@@ -18,6 +18,7 @@ from typing import IO
 
 from megaponder.data.documents import Chunk, TxtRule
 from megaponder.errors import ConfigError, UserError
+from megaponder.files import is_special
 
 KINDS = {".jsonl": "jsonl", ".txt": "txt", ".parquet": "parquet"}
 PACKED = (".gz", ".zst")
@@ -71,6 +72,8 @@ def list_inputs(inputs: Sequence[str]) -> list[Path]:
             if not found:
                 raise UserError(f"{name}: no input file lies in this folder ({known}).")
             files += found
+        elif is_special(path):
+            raise UserError(f"{name} is a pipe or a device; only files can be read by several processes, and again.")
         elif not path.is_file():
             raise UserError(f"{name}: no such file or folder.")
         elif kind_of(path) is None:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,9 @@ def test_inputs(tmp_path: Path) -> None:
         list_inputs([str(tmp_path), str(tmp_path / "z.txt")])
     with pytest.raises(UserError, match="form of this file"):
         list_inputs([str(tmp_path / "d.tar.gz")])
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(UserError, match=r"pipe\.jsonl is a pipe or a device"):
+        list_inputs([str(tmp_path / "pipe.jsonl")])
     with pytest.raises(UserError, match="no such file"):
         list_inputs([str(tmp_path / "none.jsonl")])
     (tmp_path / "bare").mkdir()
