@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +50,17 @@ class CheckpointInfo:
         return sum(self.parameters.values())
 
 
+def count_parameters(shapes: Mapping[str, tuple[int, ...]], vocab_size: int | None) -> dict[str, int]:
+    """Numbers of parameters by part, without padding rows of the vocabulary; `shapes` by stored or module names."""
+    parts = dict.fromkeys(("embedding", "attention", "mlp", "norms", "head", "method"), 0)
+    for stored_name, whole in shapes.items():
+        name, shape = stored.module_name(stored_name), list(whole)
+        if name in ("embedding.word_embeddings.weight", "output_layer.weight") and vocab_size is not None:
+            shape[0] = min(vocab_size, shape[0])
+        parts[next((part for sign, part in _PARTS if sign in name), "method")] += math.prod(shape)
+    return {part: n for part, n in parts.items() if n}
+
+
 def inspect_checkpoint(path: str | Path) -> CheckpointInfo:
     """Describe the checkpoint folder `path`, also a damaged one; UserError if too little of it can be read."""
     folder = Path(path)
@@ -61,12 +73,7 @@ def inspect_checkpoint(path: str | Path) -> CheckpointInfo:
         shapes = {stored.module_name(n): m for n, m in stored.parameters(folder).items()}
     except (OSError, ValueError, KeyError, EOFError, UserError) as error:
         raise UserError(f"Checkpoint {folder} cannot be read ({reason or error}).") from None
-    m, parts = cfg.model, dict.fromkeys(("embedding", "attention", "mlp", "norms", "head", "method"), 0)
-    for name, tensor in shapes.items():
-        shape = list(tensor.size)
-        if name in ("embedding.word_embeddings.weight", "output_layer.weight") and m.vocab_size is not None:
-            shape[0] = min(m.vocab_size, shape[0])
-        parts[next((part for sign, part in _PARTS if sign in name), "method")] += math.prod(shape)
+    m = cfg.model
     heads = f"{m.num_heads} heads, FFN {m.ffn_size}, vocabulary {m.vocab_size}"
     options = ", ".join(f"{k}={v}" for k, v in cfg.ponder.options.items())
     dtypes = {str(t.properties.dtype).removeprefix("torch.") for t in shapes.values()}
@@ -78,7 +85,7 @@ def inspect_checkpoint(path: str | Path) -> CheckpointInfo:
         layout=contents.layout,
         model=f"{m.preset or m.family} ({m.num_layers} layers, hidden {m.hidden_size}, {heads})",
         method=cfg.ponder.method + (f" ({options})" if options else ""),
-        parameters={part: n for part, n in parts.items() if n},
+        parameters=count_parameters({name: tuple(tensor.size) for name, tensor in shapes.items()}, m.vocab_size),
         dtype=", ".join(sorted(dtypes)),
         masters=contents.masters,
         bytes=manifest.size(folder) if (folder / manifest.MANIFEST).is_file() else 0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from megaponder.cli.parser import Commands
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     if args.depth is not None:
         return _depth(path, args.depth, Path(args.figure), args.tokenizer)
     prefix = Path(prefix_of(str(path)))
-    if Path(f"{prefix}.idx").is_file():
+    if os.path.lexists(f"{prefix}.idx"):
         return _dataset(prefix)
     if path.is_dir():
         return _checkpoint(path, args.tensors)
@@ -134,6 +135,7 @@ def _audit(prefixes: list[str]) -> int:
 def _checkpoint(path: Path, tensors: bool) -> int:
     from megaponder.checkpoint import manifest, stored
     from megaponder.checkpoint.choose import locate
+    from megaponder.checkpoint.info import count_parameters
     from megaponder.checkpoint.state import load_state
     from megaponder.checkpoint.weights import read_config
 
@@ -141,8 +143,8 @@ def _checkpoint(path: Path, tensors: bool) -> int:
     state, contents = load_state(folder)
     cfg = read_config(folder)
     found = stored.parameters(folder)
-    count = sum(m.size.numel() for m in found.values())
     m = cfg.model
+    count = sum(count_parameters({name: tuple(t.size) for name, t in found.items()}, m.vocab_size).values())
     options = ", ".join(f"{k} {v}" for k, v in cfg.ponder.options.items())
     print(f"checkpoint {folder} (whole, {manifest.size(folder) / 1e6:,.1f} MB)")
     print(f"  step {state.step:,}, {state.sequences:,} sequences, {state.tokens:,} tokens")

@@ -69,6 +69,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, ModuleType | None]:
         parser.print_help()
         return args, None
     module = _module(args.command)
+    _refuse_empty(args)
     if getattr(module, "OVERRIDES", False):
         command_parser = parser.command_parser(args.command)
         for word in rest:  # a field has a dot; anything else was meant for the command
@@ -79,6 +80,13 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, ModuleType | None]:
     elif rest:
         parser.command_parser(args.command).refuse_unknown(rest)
     return args, module
+
+
+def _refuse_empty(args: argparse.Namespace) -> None:
+    """An empty path, as a shell makes of a variable that is not set, would mean the present folder."""
+    for name, value in vars(args).items():
+        if name != "prompts" and ("" in value if isinstance(value, list) else value == ""):
+            raise UserError(f"megaponder {args.command}: {name.upper()} is empty; is a variable of the shell not set?")
 
 
 def keep_console_clean() -> None:

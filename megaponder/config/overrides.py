@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typing
 from typing import Any
 
 from megaponder.config import yaml_file
@@ -13,7 +14,8 @@ def parse_overrides(words: list[str]) -> dict[str, Any]:
     """Dotted names and values of command-line words.
 
     Values are YAML, except where the field is text (`--run 2024` is the text "2024").  A list field takes several
-    words (`--data.train 0.3 wiki 0.7 books`) or one YAML list.  ConfigError for an unknown name or a missing value.
+    words (`--data.train 0.3 wiki 0.7 books`) or one YAML list; words that may be paths are taken as they are, unless
+    they are quoted.  ConfigError for an unknown name or a missing value.
     """
     found: dict[str, Any] = {}
     i = 0
@@ -40,15 +42,32 @@ def _value(name: str, values: list[str]) -> Any:
     if len(values) > 1:
         if not is_list:
             raise ConfigError(option, " ".join(values), "it takes one value", f"write {option} {values[0]}")
-        return [yaml_file.parse(v, option) for v in values]
+        return [_item(field, v, option) for v in values]
     text = values[0]
     if field is not None and accepts(field.type, str) and not is_list:
         if text in ("null", "~"):
             return None
         mixed = accepts(field.type, float) or accepts(field.type, bool)
         return yaml_file.parse(text, option) if mixed else text
-    value = yaml_file.parse(text, option)
+    plain = is_list and text not in ("null", "~") and not text.lstrip().startswith("[")
+    value = _item(field, text, option) if plain else yaml_file.parse(text, option)
     return [value] if is_list and value is not None and not isinstance(value, list) else value
+
+
+def _item(field: Field | None, text: str, option: str) -> Any:
+    """One word of a list: YAML, but a path is that path, whatever `#`, `: ` or `- ` would mean in YAML."""
+    if field is None or str not in _inner_types(field.type) or text.lstrip().startswith(("'", '"')):
+        return yaml_file.parse(text, option)
+    try:
+        float(text)
+    except ValueError:
+        return text
+    return yaml_file.parse(text, option)
+
+
+def _inner_types(kind: Any) -> set[Any]:
+    inner = typing.get_args(kind)
+    return set(inner).union(*map(_inner_types, inner))
 
 
 def _field(name: str, value: str) -> Field | None:

@@ -24,7 +24,7 @@ def parse(text: str, name: str) -> Any:
     try:
         value = YAML(typ="safe", pure=True).load(text)
         json.dumps(value, default=str, skipkeys=True)
-        return value
+        return _joined(value)
     except YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
@@ -35,20 +35,36 @@ def parse(text: str, name: str) -> Any:
         raise ConfigError(name, _excerpt(text, mark), rule, "write `key: value` lines") from None
     except (RecursionError, ValueError) as error:  # nested too deep or into itself, a number of thousands of digits
         rule = "it nests too deep" if isinstance(error, RecursionError) else str(error).partition(";")[0]
-        raise ConfigError(name, _excerpt(text, None)[:80], rule, "write plain values") from None
+        raise ConfigError(name, _excerpt(text, None), rule, "write plain values") from None
+
+
+def _joined(value: Any) -> Any:
+    """Characters that JSON writes as two halves (\\ud83d\\ude00), whole; a lone half stays, and is refused later."""
+    if isinstance(value, dict):
+        return {_joined(k): _joined(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_joined(v) for v in value]
+    if not isinstance(value, str) or not any("\ud800" <= c <= "\udfff" for c in value):
+        return value
+    return value.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
 
 
 def _excerpt(text: str, mark: Any) -> str:
+    """Where a line is wrong, no more of it than a line can show."""
     lines = text.splitlines() or [""]
-    return lines[min(mark.line, len(lines) - 1)].strip() if mark else lines[0]
+    if not mark:
+        return lines[0][:80]
+    line, first = lines[min(mark.line, len(lines) - 1)], max(0, mark.column - 60)
+    return line[first : first + 80].strip()
 
 
 def read(path: str | os.PathLike[str]) -> Any:
     """The value of a YAML file; ConfigError if it is absent, unreadable or not YAML."""
     path = Path(path)
     try:
-        if files.is_special(path) and not path.is_fifo():  # a shell's <(...) is one
-            raise ConfigError("configuration file", str(path), "it is no file", "name a YAML file")
+        # a shell's <(...) is /dev/fd/63, whose writer is there; a pipe with a name may be waited for, for ever
+        if files.is_special(path) and not (path.is_fifo() and str(path).startswith(("/dev/", "/proc/"))):
+            raise ConfigError("configuration file", str(path), "it is a pipe or a device", "name a YAML file")
         return parse(path.read_text(encoding="utf-8"), str(path))
     except FileNotFoundError:
         folder = path.parent
@@ -64,13 +80,19 @@ def read(path: str | os.PathLike[str]) -> Any:
         raise ConfigError("configuration file", str(path), f"it cannot be read ({error})", "check it") from None
 
 
+_YAML_1_1 = re.compile(r"(?i)y|n|yes|no|on|off|[-+]?\d[\d_]*(:[0-5]?\d)+(\.\d*)?")
+
+
 class _Representer(SafeRepresenter):
     """Lists on one line, without touching the library's own class."""
 
     def text(self, text: str) -> Any:
-        """Quoted if it begins with a sign: the library writes `[?0]` bare too, but reads a mapping's key in it."""
-        quote = None if re.match(r"[\w./~]", text) else "'"
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style=quote)
+        """Text that begins with a sign is quoted, since the library writes `[?0]` bare but reads a mapping's key in it.
+
+        So is what older YAML reads as a truth or as minutes, and escaped is what no line can show.
+        """
+        quote = None if re.match(r"[\w./~]", text) and not _YAML_1_1.fullmatch(text) else "'"
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=quote if text.isprintable() else '"')
 
     def row(self, items: list[Any]) -> Any:
         return self.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=True)

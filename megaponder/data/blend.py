@@ -30,7 +30,6 @@ def _number(item: str | float) -> float | None:
 
 def prefix_of(path: str) -> str:
     """The path of a dataset without .bin/.idx."""
-    path = path.strip()
     return path[:-4] if path.endswith((".bin", ".idx")) else path
 
 
@@ -46,12 +45,13 @@ def parse_blend(items: Sequence[str | float], field: str) -> list[Source]:
     else:
         weighted = len(items) % 2 == 0 and all((number is not None) == (i % 2 == 0) for i, number in enumerate(numbers))
         if not weighted:
+            number = next((item for item, n in zip(items, numbers, strict=True) if n is not None), 2024)
             where = next((i for i, n in enumerate(numbers) if (n is not None) != (i % 2 == 0)), len(items) - 1)
             raise ConfigError(
                 field,
                 items[where],
                 f"a blend is all paths, or alternates weight and path (item {where + 1} breaks this)",
-                "write `weight path weight path ...`; a path that is only a number needs a folder before it, as ./2024",
+                f"write `weight path weight path ...`; a path that looks like a number needs a folder, as ./{number}",
             )
         sources = []
         for weight, path in zip(numbers[::2], items[1::2], strict=True):

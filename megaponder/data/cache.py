@@ -1,7 +1,8 @@
 """Folders of numpy arrays that many ranks, nodes and jobs may build and read at the same time.
 
 A set of arrays is a folder named by a hash of all that determines it.  It is built beside its place and becomes visible
-by one rename, so that a reader sees all of it or nothing, and a valid set is never replaced.  A file lock only spares
+by one rename, so that a reader sees all of it or nothing, and a valid set is never replaced.  Every process compares
+checksums before it uses a set: wrong numbers in an order would be other training data.  A file lock only spares
 the work of building twice: where locks do not work (some network file systems) every process builds, the first rename
 wins, and the others take what is there.  No rank relies on another one: on nodes with private disks the first process
 of each node builds.
@@ -10,6 +11,7 @@ of each node builds.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import shutil
@@ -27,9 +29,15 @@ from megaponder.errors import UserError
 Arrays = dict[str, np.ndarray]
 
 
+SUMS = "checksums.json"
+
+
 def _load(folder: Path, names: tuple[str, ...]) -> Arrays | None:
     """Memory maps of a published set; None if there is none or it is damaged (a later build replaces that)."""
     try:
+        sums = json.loads((folder / SUMS).read_text())
+        if sums != {name: files.checksum(folder / f"{name}.npy") for name in names}:
+            return None
         return {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names}
     except (OSError, ValueError, EOFError):  # absent, truncated, not an array
         return None
@@ -44,6 +52,7 @@ def _publish(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
                 np.save(out, array, allow_pickle=False)
                 out.flush()
                 os.fsync(out.fileno())
+        files.write_json(aside / SUMS, {name: files.checksum(aside / f"{name}.npy") for name in arrays})
         files.sync(aside)
         try:
             os.rename(aside, folder)

@@ -13,6 +13,7 @@ import pydantic
 
 from megaponder.data.indexed import Index, read_index
 from megaponder.errors import UserError
+from megaponder.files import is_special
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,8 @@ def read_meta(index: Index) -> DatasetMeta | None:
     Raises UserError when it is damaged or belongs to other files.
     """
     path = index.prefix + ".json"
+    if is_special(Path(path)):
+        raise UserError(f"{path} is a pipe or a device; prepare or copy the dataset again.")
     if not os.path.isfile(path):
         return None
     meta = _meta_from(Path(path).read_bytes(), path)

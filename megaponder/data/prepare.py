@@ -227,6 +227,9 @@ def _check(options: PrepareOptions) -> None:
         raise ConfigError("txt_split", "", "must be file, line, blank or a separator line", "use file")
     if options.workers is not None and options.workers < 1:
         raise ConfigError("workers", options.workers, "must be 1 or more", "use 1")
+    if not options.output or options.output.endswith(("/", "/.", "/..")) or Path(options.output).name in ("", ".."):
+        example = f"{options.output.rstrip('/.') or 'data'}/text"
+        raise ConfigError("output", options.output, "is a path that ends in a dataset's name", f"use {example}")
     if Path(options.output).suffix in (".bin", ".idx"):
         raise ConfigError("output", options.output, "is a path without .bin/.idx", f"use {options.output[:-4]}")
 

@@ -45,7 +45,8 @@ class SampleStream:
         if largest >= self.vocab_size:
             raise UserError(
                 f"model.vocab_size = {self.vocab_size}: sequence {index} of {self.field} contains token id {largest}; "
-                f"use {largest + 1} or more, or the tokenizer's own size."
+                f"use {largest + 1} or more, or the tokenizer's own size; if that has no such id, bytes of the dataset "
+                "were changed (megaponder inspect DATA --audit)."
             )
         return text
 

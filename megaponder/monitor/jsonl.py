@@ -44,9 +44,12 @@ def of_run(run: Path) -> list[dict[str, Any]]:
         there = sorted(p.parent.name for p in folder.glob(f"*/{NAME}")) if folder.is_dir() else []
         close = difflib.get_close_matches(run.name, there, 1, 0.5)
         fix = f"did you mean {folder / close[0]}" if close else f"{folder} has {', '.join(there[:8]) or 'no run'}"
-        raise UserError(f"{run}: there is no such run folder; {fix}.")
+        what = "this is no run folder" if run.exists() else "there is no such run folder"
+        raise UserError(f"{run}: {what}; {fix}.")
     if not (rows := read(run / NAME, POSITION)):
-        what = "empty" if (run / NAME).exists() else "not there"
+        what = "not there"
+        if (run / NAME).exists():
+            what = "empty" if (run / NAME).is_file() and not (run / NAME).stat().st_size else "no series of rows"
         raise UserError(f"{run} has no metrics yet ({run / NAME} is {what}); the first come after logging.every steps.")
     return rows
 

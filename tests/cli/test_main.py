@@ -71,6 +71,13 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["import", "nowhere/hf", "out"], "nowhere/hf"),
         (["generate", "nowhere/run", "text"], "nowhere/run"),
         (["prepare", "nowhere.txt", "--tokenizer", "bytes", "--output", "x"], "nowhere.txt"),
+        (["prepare", "RUN", "--tokenizer", "bytes", "--output", ""], "OUTPUT is empty"),
+        (["prepare", "RUN", "--tokenizer", "bytes", "--output", "data/"], "ends in a dataset's name; use data/text"),
+        (["prepare", "RUN", "--tokenizer", "bytes", "--output", ".."], "ends in a dataset's name"),
+        (["generate", "", "text"], "MODEL is empty"),
+        (["import", "RUN", ""], "OUT is empty"),
+        (["inspect", ""], "PATHS is empty"),
+        (["watch", "RUN"], "this is no run folder"),
     ],
 )
 def test_a_mistake_is_one_sentence(
@@ -190,6 +197,16 @@ def test_inspect_a_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "vocabulary 100, EOD 0" in text and "skipped 3 documents: empty" in text
     assert "special tokens <eod> 0, <pad> 7" in text
     assert "did you mean" in refused(["inspect", str(tmp_path / "wikk")], capsys)
+
+
+@pytest.mark.parametrize("suffix", [".idx", ".json"])
+def test_inspect_names_the_file_that_is_a_pipe(tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.data_pipeline.make import write_documents
+
+    prefix = write_documents(tmp_path / "set", [[1, 2]])
+    Path(prefix + suffix).unlink(missing_ok=True)
+    os.mkfifo(prefix + suffix)
+    assert f"{prefix}{suffix} is a pipe or a device" in refused(["inspect", prefix], capsys)
 
 
 def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

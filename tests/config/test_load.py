@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,34 @@ def test_overrides_win_and_reach_the_options_of_the_method(tmp_path: Path) -> No
     assert (cfg.train.global_batch, cfg.train.steps, cfg.parallel.sequence, cfg.run) == (64, 5, True, "2024")
     assert cfg.data.train == [0.3, "wiki", 0.7, "books"] and cfg.data.valid == ["held"]
     assert cfg.model.init_output_scale == 0.5
+
+
+def test_paths_on_the_command_line_are_what_they_are(tmp_path: Path) -> None:
+    path = write(tmp_path, "data: {valid: [x]}\n")
+    for name in ("a #b", "- a", "#h", ": x", "new\nline", "tab\tx", "*x", "!x", "%x", "set ", " set", "?0", "{a: b}"):
+        assert load_config(path, ["--data.train", name]).data.train == [name]
+        assert load_config(path, ["--data.train", "1e0", name, "2", "b"]).data.train == [1.0, name, 2, "b"]
+    assert load_config(path, ["--data.train", "[0.5, 'a #b', 2, c]"]).data.train == [0.5, "a #b", 2, "c"]
+    assert load_config(path, ["--data.train", '"a\\tb"']).data.train == ["a\tb"]
+
+
+def test_text_is_unicode(tmp_path: Path) -> None:
+    """JSON writes what lies beyond 16 bits as two halves; alone they are no text."""
+    assert load_config(write(tmp_path, r'run: "x\ud83d\ude00"'), []).run == "x\U0001f600"
+    assert "not Unicode" in str(refusal(tmp_path, r'run: "x\ud83d"'))
+    assert "not Unicode" in str(refusal(tmp_path, r'data: {train: ["x\ude00\ud83d"]}'))
+    assert "not Unicode" in str(refusal(tmp_path, "", "--run", "x\udcff"))
+
+
+def test_a_pipe_with_a_name_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(ConfigError, match="it is a pipe or a device"):
+        load_config(tmp_path / "pipe.yaml", [])
+    reading, writing = os.pipe()
+    os.write(writing, b"run: from-a-shell")
+    os.close(writing)
+    assert load_config(f"/dev/fd/{reading}", []).run == "from-a-shell"
+    os.close(reading)
 
 
 def test_a_budget_on_the_command_line_replaces_the_other(tmp_path: Path) -> None:
@@ -185,11 +214,20 @@ def test_dump_and_load_give_the_same_configuration(tmp_path: Path, preset: str) 
     lr=st.floats(min_value=0, allow_nan=False, allow_infinity=False), run=st.text(min_size=1), weight=st.floats(0, 1)
 )
 @example(lr=0.0, run="?0", weight=0.0)
+@example(lr=0.0, run=": 0", weight=0.0)
 def test_any_number_and_text_survives(lr: float, run: str, weight: float) -> None:
     run = "".join(c for c in run if c.isprintable()) or "x"
     cfg = from_mapping({"run": run, "optimizer": {"lr": lr}, "data": {"train": [weight, run]}})
     back = from_mapping(yaml_file.parse(yaml_file.to_text(to_mapping(cfg)), "text"))
     assert back == cfg and math.copysign(1, back.optimizer.lr) == math.copysign(1, lr)
+
+
+def test_what_is_written_is_text_to_other_readers_too() -> None:
+    """YAML 1.1 reads some words as truths and minutes; characters that no line shows are escaped."""
+    for text in ("yes", "On", "n", "1:30", "12:30:45", "\x85y", "a\u2028b", "x\r\n y", "\x01"):
+        written = yaml_file.to_text({"run": text})
+        assert written[5] in "'\"" and written.rstrip("\n").isprintable()
+        assert yaml_file.parse(written, "text") == {"run": text}
 
 
 def test_writing_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

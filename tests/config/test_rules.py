@@ -46,6 +46,7 @@ BROKEN: list[Broken] = [
     broken("model.num_kv_heads", "no grouped-query", model__preset="pythia-160m", model__num_kv_heads=6),
     broken("model.rotary_fraction", "(0, 1]", model__rotary_fraction=1.5),
     broken("model.rotary_fraction", "even number of the 64", model__rotary_fraction=0.3),
+    broken("model.rotary_fraction", "not 18.56; the nearest is 0.28125", model__rotary_fraction=0.29),
     broken("model.rotary_base", "positive", model__rotary_base=0.0),
     broken("model.parallel_residual", "no parallel residual", model__parallel_residual=True),
     broken("model.norm_eps", "positive", model__norm_eps=0.0),

@@ -78,6 +78,16 @@ def test_damaged_set_is_replaced(tmp_path: Path) -> None:
     assert cached_arrays(tmp_path, "k", ("a",), _build)["a"].tolist() == list(range(10))
 
 
+def test_changed_numbers_are_built_anew(tmp_path: Path) -> None:
+    """A set of the right shape whose numbers a disk has changed: training on it would be training on other data."""
+    cached_arrays(tmp_path, "k", ("a",), _build)
+    np.save(tmp_path / "k" / "a.npy", np.zeros(10, int))
+    assert cached_arrays(tmp_path, "k", ("a",), _build)["a"].tolist() == list(range(10))
+    (tmp_path / "k" / "checksums.json").write_text("[]")
+    assert cached_arrays(tmp_path, "k", ("a",), _build)["a"].tolist() == list(range(10))
+    assert len(list(tmp_path.glob("k.damaged-*"))) == 2
+
+
 def test_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise NotImplementedError("no locks here")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from megaponder.config.rules.case import Case, Rule, nearest_divisor, nearest_multiple, require
 
 
@@ -60,11 +62,13 @@ def rotary_dims_are_even(c: Case) -> None:
     head = m.hidden_size // m.num_heads
     require(0 < m.rotary_fraction <= 1, "model.rotary_fraction", m.rotary_fraction, "it lies in (0, 1]", "use 1.0")
     require(m.rotary_base > 0, "model.rotary_base", m.rotary_base, "it must be positive", "use 10000.0")
-    dims = int(head * m.rotary_fraction)
+    exact = head * m.rotary_fraction
+    dims = int(exact)
     near = min(head - head % 2, nearest_multiple(dims, 2)) / head
-    rule = f"it must rotate an even number of the {head} channels of a head, not {dims}"
+    rule = f"it must rotate an even number of the {head} channels of a head, not {exact:g}"
     fix = f"the nearest is {near:g}" if near else "use heads of at least 2 channels"
-    require(dims > 0 and dims % 2 == 0, "model.rotary_fraction", m.rotary_fraction, rule, fix)
+    whole = math.isclose(exact, dims, rel_tol=1e-6)
+    require(whole and dims > 0 and dims % 2 == 0, "model.rotary_fraction", m.rotary_fraction, rule, fix)
 
 
 def parallel_residual_is_pythia(c: Case) -> None:
