@@ -44,16 +44,21 @@ def load_folder(path: Path, dtype: torch.dtype = torch.float32, trust_remote_cod
 
 def _load(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     config = folder.read_json(path / "config.json")
     cls: Any = AutoModelForCausalLM
     if "auto_map" in config:
         file, _, name = config["auto_map"]["AutoModelForCausalLM"].partition(".")
         cls = getattr(_module(path / f"{Path(file).name}.py", trust_remote_code), name)
-    # sizes that differ come back in the notes, to be refused in a sentence
-    return cls.from_pretrained(
-        path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, use_safetensors=True
-    )
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()  # its table of what does not fit comes back in the notes, to be said in a sentence
+    try:
+        return cls.from_pretrained(
+            path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, use_safetensors=True
+        )
+    finally:
+        logging.set_verbosity(before)
 
 
 def _module(source: Path, trust_remote_code: bool) -> Any:

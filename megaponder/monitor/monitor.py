@@ -47,6 +47,8 @@ class Monitor:
             if moved:
                 rows = "1 row beyond step {} was" if moved == 1 else f"{moved} rows beyond step {{}} were"
                 self.say(f"{rows.format(step)} moved to {self._run / jsonl.SUPERSEDED}.")
+            if step >= self.cfg.logging.every and not jsonl.read(self._run / jsonl.NAME, jsonl.POSITION):
+                self.say(f"Warning: {self._run / jsonl.NAME} has no rows of the {step} steps before; it begins anew.")
             self._trackers = [jsonl.JsonLines(self._run)]
             if self.cfg.logging.tensorboard:
                 self._trackers.append(TensorBoard(self._run, step))

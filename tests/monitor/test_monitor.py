@@ -118,6 +118,17 @@ def test_tensorboard_has_the_names_and_hides_what_a_resume_repeats(tmp_path):
     assert [e.step for e in events.Scalars("train/loss")] == list(range(1, 9))
 
 
+def test_lost_rows_are_told(tmp_path, capsys):
+    for number, (begin, text, told) in enumerate(((0, "", 0), (3, "", 1), (3, "rubbish\n", 1), (1, "", 0))):
+        run = tmp_path / str(number)
+        run.mkdir()
+        (run / "metrics.jsonl").write_text(text)
+        m = monitor(run, every=2, tensorboard=False)
+        m.start(begin, 20 * begin)
+        m.close()
+        assert capsys.readouterr().out.count("has no rows of the 3 steps before") == told
+
+
 def test_a_pipe_has_no_rows(tmp_path):
     os.mkfifo(tmp_path / "metrics.jsonl")
     with pytest.raises(UserError, match="has no metrics yet"):
