@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 
 from megaponder.config.schema import RunConfig
 from megaponder.engine import groups as process_groups
 from megaponder.errors import LostRank, first_line, is_lost_connection
 from megaponder.training import setup
+from megaponder.training.exit_code import leave, stopped
+
+PATIENCE = 60.0
+"""Seconds that process groups have to end."""
 
 
 def train(cfg: RunConfig) -> int:
@@ -34,5 +39,19 @@ def train(cfg: RunConfig) -> int:
         why = first_line(error) or type(error).__name__
         raise LostRank(f"Another rank was lost, or never came, before the first step ({why}).") from error
     # not after an error: a rank that fails alone must end at once instead of waiting for the others here
-    process_groups.shutdown()
+    _shut_down(code)
     return code
+
+
+def _shut_down(code: int) -> None:
+    """Leave the process groups, but do not wait for ever for communicators that do not end: everything is saved."""
+
+    def give_up() -> None:
+        print(f"warning: the process groups did not end within {PATIENCE:.0f} s; all is saved, so we end.", flush=True)
+        leave(stopped(code))
+
+    timer = threading.Timer(PATIENCE, give_up)
+    timer.daemon = True
+    timer.start()
+    process_groups.shutdown()
+    timer.cancel()

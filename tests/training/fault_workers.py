@@ -286,3 +286,13 @@ def checks_before(ports: list[int], **job: Any) -> list[str | None]:
         except UserError as error:
             sentences.append(str(error))
     return sentences
+
+
+def never_leaves(**job: Any) -> None:
+    """A run whose process groups do not end."""
+    from megaponder.training import loop
+
+    _replace(loop.process_groups, "shutdown", lambda: time.sleep(600))
+    _replace(loop, "PATIENCE", 0.5)
+    os.environ.pop("MEGAPONDER_EXIT_FILE", None)
+    loop.train(config(**job))

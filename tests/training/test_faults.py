@@ -247,3 +247,15 @@ def test_the_preflight_names_what_is_different_and_who_is_absent(before: list[li
     assert [r[0] for r in before] == [None, None]
     assert before[0][1] == before[1][1] and "in configuration" in str(before[0][1])
     assert str(before[0][2]).startswith("Rank 1 of 2 did not report within 3 s")
+
+
+def test_process_groups_that_do_not_end_are_left(base: Base) -> None:
+    """As NCCL's do while a captured graph holds calls of them; the run is over, and its last checkpoint is whole."""
+    job = {"run": str(base.root / "never-leaves"), "data": base.data, "train__steps": 2, "train__eval_batches": 0}
+    workers = Workers(f"{HERE}:never_leaves", 2, job)
+    try:
+        assert workers.join(120) == [0, 0]
+        assert all("the process groups did not end within" in workers.output(rank) for rank in range(2))
+    finally:
+        workers.kill()
+    assert steps(base.root / "never-leaves") == [2]
