@@ -22,9 +22,19 @@ if [ $# -eq 0 ]; then
   exit 2
 fi
 
-gpus() { nvidia-smi --list-gpus 2>/dev/null | wc -l; }
+refuse() {
+  echo "error: $1" >&2
+  exit 2
+}
+need_number() { # name, value, least
+  [[ $2 =~ ^(0|[1-9][0-9]{0,5})$ && $2 -ge $3 ]] || refuse "$1 = '$2': it must be a whole number, at least $3."
+}
+
+gpus() { { nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l; }
 nproc_per_node=${NPROC:-$(gpus)}
-[ "$nproc_per_node" -gt 0 ] || nproc_per_node=1
+[ -n "${NPROC:-}" ] || [ "$nproc_per_node" -gt 0 ] || nproc_per_node=1
+need_number NPROC "$nproc_per_node" 1
+need_number NNODES "${NNODES:-1}" 1
 
 # One queue per device keeps the order of kernels in which tensor and sequence parallelism overlap with communication.
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
@@ -39,11 +49,14 @@ export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 #   export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0 NCCL_IB_HCA=mlx5
 
 if [ "${NNODES:-1}" -gt 1 ]; then
+  [ -n "${NODE_RANK:-}" ] || refuse "NODE_RANK must be set when NNODES is above 1."
+  [ -n "${MASTER_ADDR:-}" ] || refuse "MASTER_ADDR must be set when NNODES is above 1: the host of node rank 0."
+  need_number NODE_RANK "$NODE_RANK" 0
+  need_number MASTER_PORT "${MASTER_PORT:-29500}" 1
+  [ "$NODE_RANK" -lt "$NNODES" ] || refuse "NODE_RANK = $NODE_RANK: it counts from 0, so it must be below NNODES = $NNODES."
   rendezvous=(
-    --nnodes "$NNODES"
-    --node-rank "${NODE_RANK:?NODE_RANK must be set when NNODES is above 1}"
-    --master-addr "${MASTER_ADDR:?MASTER_ADDR must be set when NNODES is above 1}"
-    --master-port "${MASTER_PORT:-29500}"
+    --nnodes "$NNODES" --node-rank "$NODE_RANK"
+    --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}"
   )
 else
   rendezvous=(--standalone)
@@ -56,6 +69,7 @@ export MEGAPONDER_EXIT_FILE=${MEGAPONDER_EXIT_FILE:-$own/exit} MEGAPONDER_REQUEU
 export MEGAPONDER_BEGUN_FILE=$own/begun
 
 read -r -a launcher <<<"${LAUNCHER:-torchrun}"
+command -v "${launcher[0]}" >/dev/null || refuse "LAUNCHER = '${launcher[0]}': there is no such command here."
 
 # Without the --, torchrun under Python 3.11 and older takes our --run for an abbreviation of an option of its own.
 (
@@ -80,5 +94,6 @@ elif [ "$code" -ne 0 ] && [ "$asked" -ne 0 ]; then
   code=$asked
 elif [ "$code" -ne 0 ] && [ -e "$MEGAPONDER_BEGUN_FILE" ]; then
   code=69 # every error writes down a code: a rank was killed before it could, and took the others with it
+  echo "error: A rank was killed before it could say where it was; start the same command again." >&2
 fi
 exit "$code"

@@ -44,7 +44,7 @@ def of_file(error: OSError) -> UserError | None:
     name = os.fsdecode(name) if isinstance(name, bytes) else name
     if name is None and error.errno not in FULL:
         return None
-    return UserError(f"{name or 'A file'}: {IN_THE_WAY.get(error.errno or 0, error.strerror or error)}.")
+    return UserError(f"{name or 'The disk'}: {IN_THE_WAY.get(error.errno or 0, error.strerror or error)}.")
 
 
 def first_line(error: BaseException) -> str:

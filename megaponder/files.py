@@ -21,7 +21,9 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.errno and error.filename is None:
+            error.filename = str(path)  # a full disk names none
         temporary.unlink(missing_ok=True)
         raise
     sync(path.parent)

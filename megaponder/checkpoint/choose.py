@@ -30,12 +30,14 @@ class Choice:
 
 
 def choose(root: Path, check: Check = damage) -> Choice:
-    """The newest published checkpoint of `root` without damage."""
+    """The newest published checkpoint of `root` without damage; UserError if one that may be whole may not be read."""
     skipped: list[tuple[Path, str]] = []
     for path in folder.published(root).values():
         reason = check(path)
         if reason is None:
             return Choice(path, tuple(skipped))
+        if isinstance(reason, manifest.Forbidden):  # going back behind it would write it anew
+            raise UserError(f"Checkpoint {path}: {reason}; change its mode or owner, or move it away.")
         skipped.append((path, reason))
     return Choice(None, tuple(skipped))
 

@@ -17,6 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from megaponder.checkpoint import moments, rng, scales, stored
 from megaponder.checkpoint.damage import damage
+from megaponder.checkpoint.manifest import Forbidden
 from megaponder.checkpoint.model_state import layout, metadata, sharded_state
 from megaponder.checkpoint.state import TrainState, load_state
 from megaponder.errors import UserError
@@ -40,7 +41,8 @@ def agreed_damage(path: Path) -> str | None:
     """`damage`, the reading divided among all ranks, the answer the same on all of them."""
     reasons: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(reasons, damage(path, dist.get_rank(), dist.get_world_size()))
-    return next((r for r in reasons if r is not None), None)
+    found = [r for r in reasons if r is not None]
+    return next((r for r in found if isinstance(r, Forbidden)), found[0] if found else None)
 
 
 def resume(path: Path, stage: MegatronModule, optimizer: MegatronOptimizer) -> TrainState:

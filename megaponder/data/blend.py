@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megaponder.errors import ConfigError
 
+LEAST_SHARE = 1e-9
 MAX_SOURCES = 32766  # megatron-core numbers the sources of a blend in int16
 
 
@@ -57,8 +58,14 @@ def parse_blend(items: Sequence[str | float], field: str) -> list[Source]:
         for weight, path in zip(numbers[::2], items[1::2], strict=True):
             assert weight is not None  # by `weighted` above
             if not (math.isfinite(weight) and weight > 0):
-                raise ConfigError(field, weight, f"the weight of {path} must be above 0", "drop the source or weigh it")
+                rule = f"the weight of {path} must be a finite number above 0"
+                raise ConfigError(field, weight, rule, "drop the source or weigh it")
             sources.append(Source(prefix_of(str(path)), weight))
+        total = sum(s.weight or 0.0 for s in sources)
+        least = min(sources, key=lambda s: s.weight or 0.0)
+        if not math.isfinite(total) or (least.weight or 0.0) < LEAST_SHARE * total:
+            rule = f"the weight of {least.path} is less than a billionth of all, so it would never be read"
+            raise ConfigError(field, least.weight, rule, "drop the source, or give weights of like size")
     if len(sources) > MAX_SOURCES:
         raise ConfigError(field, len(sources), f"a blend has at most {MAX_SOURCES} sources", "merge some of them")
     return sources

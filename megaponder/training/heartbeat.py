@@ -31,6 +31,8 @@ from megaponder.training.ranks import on_first_rank
 
 PHASES = ("start", "data", "agree", "forward_backward", "optimizer", "evaluate", "save")
 """In the order in which a step goes through them; in agree the ranks ask each other whether to stop."""
+SELDOM = ("evaluate", "save")
+"""Phases whose beginning is told at once; a file for each of every step's would be many."""
 MISSED = 3
 """Beats without a sign of life after which a rank counts as frozen or dead."""
 
@@ -49,13 +51,16 @@ class Heartbeat:
         self._now: tuple[int, str, float] = (0, "start", time.monotonic())
         self._reported: tuple[int, str, float] | None = None
         self._monitor = RankMonitor()
-        self._end = threading.Event()
+        self._end, self._woken = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """This rank moves on to a phase, of the same step unless another is given."""
+        before = self._now[1]
         self._now = (self._now[0] if step is None else step, phase, time.monotonic())
         self._monitor.alive()
+        if phase != before and ("start" in (phase, before) or phase in SELDOM):
+            self._woken.set()  # the others shall not read of a phase that ended long ago
 
     def __enter__(self) -> Heartbeat:
         on_first_rank(lambda: shutil.rmtree(self.folder, ignore_errors=True))  # of an earlier start
@@ -69,6 +74,7 @@ class Heartbeat:
         """Turns the error of a lost connection into a sentence."""
         self._monitor.close()
         self._end.set()
+        self._woken.set()
         self._thread.join()
         if error is not None and is_lost_connection(error):
             step, phase, _ = self._now
@@ -91,7 +97,11 @@ class Heartbeat:
         return "the others wait for " + "; ".join(_words(r) for r in last)
 
     def _watch(self) -> None:
-        while not self._end.wait(self.beat):
+        while True:
+            self._woken.wait(self.beat)
+            self._woken.clear()
+            if self._end.is_set():
+                break
             with contextlib.suppress(OSError):  # a full disk: the training loop says so
                 self._write()
                 since = time.monotonic() - self._now[2]
@@ -132,12 +142,14 @@ class Heartbeat:
     def _path(self, rank: int) -> Path:
         return self.folder / f"{rank:05d}.json"
 
-    def _write(self) -> None:
+    def _me(self) -> dict[str, Any]:
         step, phase, _ = self._now
-        me = {"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid(), "step": step, "phase": phase}
+        return {"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid(), "step": step, "phase": phase}
+
+    def _write(self) -> None:
         self.folder.mkdir(exist_ok=True)  # not its parent: a run folder that was removed shall not come back
         temporary = self._path(self.rank).with_suffix(".tmp")
-        temporary.write_text(json.dumps(me))
+        temporary.write_text(json.dumps(self._me()))
         temporary.replace(self._path(self.rank))
 
     def _ranks(self) -> list[dict[str, Any]]:
@@ -147,6 +159,9 @@ class Heartbeat:
         now = self._path(self.rank).stat().st_mtime if self._path(self.rank).exists() else time.time()
         found = []
         for rank in range(self.world):
+            if rank == self.rank:
+                found.append(self._me() | {"age": 0.0, "dead": False, "gone": False})
+                continue
             try:
                 said = json.loads(self._path(rank).read_text())
                 said["age"] = now - self._path(rank).stat().st_mtime
@@ -161,7 +176,7 @@ class Heartbeat:
 def _words(said: dict[str, Any]) -> str:
     who, place = f"rank {said['rank']} on {said['host']}", f"in {said['phase']} of step {said['step']}"
     if said["age"] == float("inf"):
-        return f"rank {said['rank']}, which has given no sign of life yet"
+        return f"rank {said['rank']}, which has left no sign of life"
     if said["dead"]:
         return f"{who}, last seen {said['age']:.0f} s ago {place}, has ended"
     if said["gone"]:

@@ -172,6 +172,23 @@ def test_damage_is_named_and_the_older_checkpoint_taken(tmp_path, harm, words):
     assert not (tmp_path / "planted").exists()
 
 
+@pytest.mark.parametrize("reader", ["checksum", "listed"])
+def test_what_may_not_be_read_is_not_passed_over(tmp_path, monkeypatch, reader):
+    """It may be whole, and a run that went back behind it would write it anew."""
+    save(tmp_path, 1)
+    new, honest = save(tmp_path, 2), getattr(manifest, reader)
+
+    def denied(path):
+        if new in (path, path.parent):
+            raise PermissionError(13, "Permission denied", str(new / "__0_0.distcp"))
+        return honest(path)
+
+    monkeypatch.setattr(manifest, reader, denied)
+    for path in (tmp_path, new):
+        with pytest.raises(UserError, match=r"__0_0\.distcp may not be read \(permission denied\)"):
+            locate(path)
+
+
 def test_ranks_that_divide_the_reading_find_every_flip(tmp_path):
     path = save(tmp_path, 3)
     flip_a_bit(path)

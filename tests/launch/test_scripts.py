@@ -63,8 +63,41 @@ def test_one_node_uses_its_gpus(fakes: Path) -> None:
 
 def test_several_nodes_need_an_address(fakes: Path) -> None:
     done = launch(SCRIPTS[0], fakes, "c.yaml", NNODES="2", NODE_RANK="0")
-    assert done.returncode != 0
+    assert done.returncode == 2
     assert "MASTER_ADDR must be set" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"NPROC": "x"}, "NPROC = 'x': it must be a whole number, at least 1"),
+        ({"NPROC": "1.5"}, "NPROC = '1.5'"),
+        ({"NPROC": "0"}, "NPROC = '0'"),
+        ({"NNODES": "two"}, "NNODES = 'two'"),
+        ({"NNODES": "2"}, "NODE_RANK must be set"),
+        ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "NODE_RANK = 2: it counts from 0"),
+        ({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "http"}, "MASTER_PORT = 'http'"),
+        ({"LAUNCHER": "nolauncher --x"}, "LAUNCHER = 'nolauncher': there is no such command here"),
+    ],
+)
+def test_wrong_variables_are_refused(fakes: Path, variables: dict[str, str], words: str) -> None:
+    done = launch(SCRIPTS[0], fakes, "c.yaml", **variables)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and words in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_machine_without_gpus_has_one_process(fakes: Path) -> None:
+    for body in ("exit 9", "true"):
+        program(fakes, "nvidia-smi", body)
+        done = launch(SCRIPTS[0], fakes, "c.yaml")
+        assert done.returncode == 0 and done.stdout.splitlines()[1:4] == ["--standalone", "--nproc-per-node", "1"]
+
+
+def test_the_slurm_script_refuses_what_is_no_job(fakes: Path, tmp_path: Path) -> None:
+    assert "start it with sbatch" in (done := launch(SCRIPTS[1], fakes, "c.yaml")).stderr and done.returncode == 2
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n", "NPROC": "0"}
+    done = launch(SCRIPTS[1], fakes, "c.yaml", SLURM_SUBMIT_DIR=str(tmp_path), **slurm)
+    assert done.returncode == 2 and "NPROC = '0'" in done.stderr and done.stdout == ""
 
 
 @pytest.mark.parametrize(
