@@ -60,12 +60,12 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=4, help="global batches of held-out text")
     parser.add_argument("--tries", type=int, default=8, help="steps of the bisection")
     args = parser.parse_args()
-    cfg, stored = load_weights(args.run)
+    cfg, state = load_weights(args.run)
     if cfg.ponder.method != "ponderlm" or cfg.ponder.options.get("multiply_by_steps"):
         raise SystemExit(
             f"{args.run}: method {cfg.ponder.method}; calibration wants ponderlm without multiply_by_steps"
         )
-    state, low, high = stored, 0.0, 1.0
+    low, high = 0.0, 1.0
     for _ in range(args.tries):
         threshold = (low + high) / 2
         found = measure(cfg, state, threshold, args.batches)

@@ -30,9 +30,12 @@ need_number() { # name, value, least
   [[ $2 =~ ^(0|[1-9][0-9]{0,5})$ && $2 -ge $3 ]] || refuse "$1 = '$2': it must be a whole number, at least $3."
 }
 
-gpus() { { nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l; }
-nproc_per_node=${NPROC:-$(gpus)}
-[ -n "${NPROC:-}" ] || [ "$nproc_per_node" -gt 0 ] || nproc_per_node=1
+devices() {
+  local gpus
+  gpus=$({ nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l)
+  echo $((gpus > 0 ? gpus : 1))
+}
+nproc_per_node=${NPROC:-$(devices)}
 need_number NPROC "$nproc_per_node" 1
 need_number NNODES "${NNODES:-1}" 1
 

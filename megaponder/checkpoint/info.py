@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
 from megaponder.checkpoint import manifest, stored
 from megaponder.checkpoint.damage import damage
 from megaponder.checkpoint.state import CONFIG, STATE, load_state
@@ -50,11 +52,11 @@ class CheckpointInfo:
         return sum(self.parameters.values())
 
 
-def count_parameters(shapes: Mapping[str, tuple[int, ...]], vocab_size: int | None) -> dict[str, int]:
-    """Numbers of parameters by part, without padding rows of the vocabulary; `shapes` by stored or module names."""
+def count_parameters(tensors: Mapping[str, TensorStorageMetadata], vocab_size: int | None) -> dict[str, int]:
+    """Numbers of `stored.parameters` by part, without padding rows of the vocabulary."""
     parts = dict.fromkeys(("embedding", "attention", "mlp", "norms", "head", "method"), 0)
-    for stored_name, whole in shapes.items():
-        name, shape = stored.module_name(stored_name), list(whole)
+    for stored_name, tensor in tensors.items():
+        name, shape = stored.module_name(stored_name), list(tensor.size)
         if name in ("embedding.word_embeddings.weight", "output_layer.weight") and vocab_size is not None:
             shape[0] = min(vocab_size, shape[0])
         parts[next((part for sign, part in _PARTS if sign in name), "method")] += math.prod(shape)
@@ -70,13 +72,13 @@ def inspect_checkpoint(path: str | Path) -> CheckpointInfo:
     try:
         state, contents = load_state(folder)
         cfg = load_config(folder / CONFIG, [])
-        shapes = {stored.module_name(n): m for n, m in stored.parameters(folder).items()}
+        tensors = stored.parameters(folder)
     except (OSError, ValueError, KeyError, EOFError, UserError) as error:
         raise UserError(f"Checkpoint {folder} cannot be read ({reason or error}).") from None
     m = cfg.model
     heads = f"{m.num_heads} heads, FFN {m.ffn_size}, vocabulary {m.vocab_size}"
     options = ", ".join(f"{k}={v}" for k, v in cfg.ponder.options.items())
-    dtypes = {str(t.properties.dtype).removeprefix("torch.") for t in shapes.values()}
+    dtypes = {str(t.properties.dtype).removeprefix("torch.") for t in tensors.values()}
     return CheckpointInfo(
         path=folder,
         step=state.step,
@@ -85,7 +87,7 @@ def inspect_checkpoint(path: str | Path) -> CheckpointInfo:
         layout=contents.layout,
         model=f"{m.preset or m.family} ({m.num_layers} layers, hidden {m.hidden_size}, {heads})",
         method=cfg.ponder.method + (f" ({options})" if options else ""),
-        parameters=count_parameters({name: tuple(tensor.size) for name, tensor in shapes.items()}, m.vocab_size),
+        parameters=count_parameters(tensors, m.vocab_size),
         dtype=", ".join(sorted(dtypes)),
         masters=contents.masters,
         bytes=manifest.size(folder) if (folder / manifest.MANIFEST).is_file() else 0,

@@ -41,6 +41,11 @@ def seal(folder: Path) -> None:
 class Forbidden(str):
     """A reason that says nothing about the checkpoint, which may be whole: it may not be read."""
 
+    @classmethod
+    def by(cls, error: PermissionError) -> Forbidden:
+        """With the name of the file."""
+        return cls(f"{error.filename} may not be read (permission denied)")
+
 
 def damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
     """Why this checkpoint may not be used, as words that follow "because"; None if it is complete and whole.
@@ -49,16 +54,9 @@ def damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
     reading among them.
     """
     try:
-        return _damage(folder, part, parts)
-    except PermissionError as error:
-        return Forbidden(f"{error.filename} may not be read (permission denied)")
-
-
-def _damage(folder: Path, part: int, parts: int) -> str | None:
-    try:
         files = listed(folder)
-    except PermissionError:
-        raise
+    except PermissionError as error:
+        return Forbidden.by(error)
     except FileNotFoundError:
         return f"it has no {MANIFEST}"
     except (ValueError, OSError, RecursionError) as error:
@@ -73,8 +71,8 @@ def _damage(folder: Path, part: int, parts: int) -> str | None:
         try:
             if checksum(folder / name) != files[name]["crc32"]:
                 return f"{name} has changed since it was written (its CRC-32 differs)"
-        except PermissionError:
-            raise
+        except PermissionError as error:
+            return Forbidden.by(error)
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
     return None

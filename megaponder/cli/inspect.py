@@ -144,7 +144,7 @@ def _checkpoint(path: Path, tensors: bool) -> int:
     cfg = read_config(folder)
     found = stored.parameters(folder)
     m = cfg.model
-    count = sum(count_parameters({name: tuple(t.size) for name, t in found.items()}, m.vocab_size).values())
+    count = sum(count_parameters(found, m.vocab_size).values())
     options = ", ".join(f"{k} {v}" for k, v in cfg.ponder.options.items())
     print(f"checkpoint {folder} (whole, {manifest.size(folder) / 1e6:,.1f} MB)")
     print(f"  step {state.step:,}, {state.sequences:,} sequences, {state.tokens:,} tokens")

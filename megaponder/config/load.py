@@ -111,20 +111,12 @@ def _refuse_non_values(value: Any, name: str = "") -> None:
             _refuse_non_values(inner, name)
     elif isinstance(value, str) and "\0" in value:
         raise ConfigError(name, value, "no text may hold a null character", "take it out")
-    elif isinstance(value, str) and not value.isascii() and not _is_unicode(value):
+    elif isinstance(value, str) and not yaml_file.is_unicode(value):
         raise ConfigError(name, value, "it is not Unicode (UTF-8)", "take out what is half of a character")
     elif isinstance(value, float) and not math.isfinite(value):
         field = all_fields().get(name)
         fix = f"the default is {show(field.default)}" if field else "write one"
         raise ConfigError(name, value, "it must be a finite number", fix)
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _unknown(name: str, value: Any) -> ConfigError:

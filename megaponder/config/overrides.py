@@ -56,18 +56,14 @@ def _value(name: str, values: list[str]) -> Any:
 
 def _item(field: Field | None, text: str, option: str) -> Any:
     """One word of a list: YAML, but a path is that path, whatever `#`, `: ` or `- ` would mean in YAML."""
-    if field is None or str not in _inner_types(field.type) or text.lstrip().startswith(("'", '"')):
+    may_be_path = field is not None and any(accepts(t, str) for t in typing.get_args(field.type))
+    if not may_be_path or text.lstrip().startswith(("'", '"')):
         return yaml_file.parse(text, option)
     try:
         float(text)
     except ValueError:
         return text
     return yaml_file.parse(text, option)
-
-
-def _inner_types(kind: Any) -> set[Any]:
-    inner = typing.get_args(kind)
-    return set(inner).union(*map(_inner_types, inner))
 
 
 def _field(name: str, value: str) -> Field | None:

@@ -38,13 +38,18 @@ def parse(text: str, name: str) -> Any:
         raise ConfigError(name, _excerpt(text, None), rule, "write plain values") from None
 
 
+def is_unicode(text: str) -> bool:
+    """Whether a text has no half of a character (a surrogate), which bytes that are not UTF-8 become in arguments."""
+    return not any("\ud800" <= c <= "\udfff" for c in text)
+
+
 def _joined(value: Any) -> Any:
     """Characters that JSON writes as two halves (\\ud83d\\ude00), whole; a lone half stays, and is refused later."""
     if isinstance(value, dict):
         return {_joined(k): _joined(v) for k, v in value.items()}
     if isinstance(value, list):
         return [_joined(v) for v in value]
-    if not isinstance(value, str) or not any("\ud800" <= c <= "\udfff" for c in value):
+    if not isinstance(value, str) or is_unicode(value):
         return value
     return value.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
 

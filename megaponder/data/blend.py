@@ -46,7 +46,7 @@ def parse_blend(items: Sequence[str | float], field: str) -> list[Source]:
     else:
         weighted = len(items) % 2 == 0 and all((number is not None) == (i % 2 == 0) for i, number in enumerate(numbers))
         if not weighted:
-            number = next((item for item, n in zip(items, numbers, strict=True) if n is not None), 2024)
+            number = next(item for item, n in zip(items, numbers, strict=True) if n is not None)
             where = next((i for i, n in enumerate(numbers) if (n is not None) != (i % 2 == 0)), len(items) - 1)
             raise ConfigError(
                 field,
@@ -55,17 +55,17 @@ def parse_blend(items: Sequence[str | float], field: str) -> list[Source]:
                 f"write `weight path weight path ...`; a path that looks like a number needs a folder, as ./{number}",
             )
         sources = []
-        for weight, path in zip(numbers[::2], items[1::2], strict=True):
-            assert weight is not None  # by `weighted` above
+        weights = [number for number in numbers if number is not None]
+        for weight, path in zip(weights, items[1::2], strict=True):
             if not (math.isfinite(weight) and weight > 0):
                 rule = f"the weight of {path} must be a finite number above 0"
                 raise ConfigError(field, weight, rule, "drop the source or weigh it")
             sources.append(Source(prefix_of(str(path)), weight))
-        total = sum(s.weight or 0.0 for s in sources)
-        least = min(sources, key=lambda s: s.weight or 0.0)
-        if not math.isfinite(total) or (least.weight or 0.0) < LEAST_SHARE * total:
-            rule = f"the weight of {least.path} is less than a billionth of all, so it would never be read"
-            raise ConfigError(field, least.weight, rule, "drop the source, or give weights of like size")
+        total, least = sum(weights), min(weights)
+        if not math.isfinite(total) or least < LEAST_SHARE * total:
+            path = sources[weights.index(least)].path
+            rule = f"the weight of {path} is less than a billionth of all, so it would never be read"
+            raise ConfigError(field, least, rule, "drop the source, or give weights of like size")
     if len(sources) > MAX_SOURCES:
         raise ConfigError(field, len(sources), f"a blend has at most {MAX_SOURCES} sources", "merge some of them")
     return sources

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaponder.config.yaml_file import is_unicode
 from megaponder.data.tokenizer import Tokenizer, load_tokenizer
 from megaponder.errors import ConfigError, UserError
 from megaponder.export.extra import need_transformers
@@ -146,7 +147,7 @@ def _check(
     if not prompts:
         raise UserError("there is no prompt; give at least one, which may be empty.")
     for prompt in prompts:
-        if any("\ud800" <= c <= "\udfff" for c in prompt):
+        if not is_unicode(prompt):
             raise ConfigError("prompt", prompt, "it is not valid UTF-8", "write it in UTF-8")
     if seed is not None and not 0 <= seed < 2**63:
         raise ConfigError("seed", seed, "it must be at least 0 and less than 2^63", "use 0")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-import torch.distributed as dist
-
 from megaponder.config.schema import RunConfig
 from megaponder.data.batch import MicroBatch
 from megaponder.engine.step import Engine
 from megaponder.errors import UserError
+from megaponder.training.ranks import largest
 
 FILLS = 2
 """Forward and backward runs that fill an empty amax history: the scales of the first are 1, and its gradients wrong."""
@@ -24,7 +22,8 @@ def check_fp8(cfg: RunConfig, engine: Engine, batches: Sequence[MicroBatch], say
     fp8 = engine.stage.fp8
     if fp8 is None:
         return
-    if _any_rank(fp8.lacks_history, engine):
+    # a stage whose layers are all in BF16 lacks none, and has to help those that do
+    if largest(int(fp8.lacks_history), engine.groups.device):
         for _ in range(FILLS):
             engine.forward_backward(batches, 0, train=True)
         engine.zero_grad()
@@ -42,10 +41,3 @@ def check_fp8(cfg: RunConfig, engine: Engine, batches: Sequence[MicroBatch], say
             "first and last layers in BF16 (precision.fp8_bf16_layers: 1), use another recipe, or none."
         )
     say(f"FP8 ({cfg.precision.fp8}): {sentence}.")
-
-
-def _any_rank(here: bool, engine: Engine) -> bool:
-    """The same answer on all: a stage whose layers are all in BF16 has no history, and nothing to fill it with."""
-    found = torch.tensor(float(here), device=engine.groups.device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return bool(found)

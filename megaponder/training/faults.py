@@ -16,11 +16,11 @@ from enum import IntEnum
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from megaponder.checkpoint.state import TrainState
 from megaponder.config.schema import FaultsConfig
 from megaponder.errors import UserError
+from megaponder.training.ranks import largest
 from megaponder.training.record import FaultRecord, Window
 
 
@@ -61,9 +61,7 @@ class Faults:
                 verdict = Verdict.LOSS_SPIKE
             elif is_spike(norm, state.norms, o.spike_window, o.spike_sd):
                 verdict = Verdict.NORM_SPIKE
-        box = torch.tensor([int(verdict)], dtype=torch.int32, device=self.device)
-        dist.all_reduce(box, op=dist.ReduceOp.MAX)
-        self._verdict = Verdict(int(box.item()))
+        self._verdict = Verdict(largest(int(verdict), self.device))
         return self._verdict is Verdict.GOOD
 
     def after(self, before: TrainState, state: TrainState, loss: float, norm: float) -> TrainState:

@@ -1,15 +1,23 @@
-"""Acting on one rank in the name of all."""
+"""Ranks that agree: one acts in the name of all, or all take the largest of their numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from megaponder.errors import UserError, of_file
 
 T = TypeVar("T")
+
+
+def largest(value: int, device: torch.device) -> int:
+    """The largest of all ranks' numbers, on each of them."""
+    box = torch.tensor([value], dtype=torch.int32, device=device)
+    dist.all_reduce(box, op=dist.ReduceOp.MAX)
+    return int(box.item())
 
 
 def on_first_rank(action: Callable[[], T]) -> T:

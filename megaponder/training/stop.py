@@ -17,11 +17,11 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from megaponder.config import launcher
 from megaponder.errors import REQUEUE
 from megaponder.training import early
+from megaponder.training.ranks import largest
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -67,9 +67,7 @@ class StopFlag:
     def agreed(self) -> int:
         """What any rank knows of: a collective, the same answer on every rank.  One rank a node looks for the files."""
         mine = self.asked() if self._looks else self.caught
-        flag = torch.tensor([mine], dtype=torch.int32, device=self.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return int(flag.item())
+        return largest(mine, self.device)
 
     def wait(self, future: Future[T]) -> T | None:
         """The future's result, or None if a request to stop comes before it: `agreed` will then be true on all ranks.
