@@ -106,11 +106,14 @@ class Workers:
             time.sleep(0.2)
 
     def wait(self, timeout: float = 900) -> list[Any]:
-        """Return values in rank order; AssertionError with all output if a worker failed."""
+        """Return values in rank order; AssertionError with all output if a worker failed or left by `os._exit`."""
         codes = self.join(timeout)
         if any(codes):
             raise AssertionError(f"{self.target}: exit codes {codes}\n{self.output()}")
-        return [pickle.loads((self.folder / f"result{r}.pkl").read_bytes()) for r in range(self.world_size)]
+        results = [self.folder / f"result{r}.pkl" for r in range(self.world_size)]
+        if not all(r.exists() for r in results):
+            raise AssertionError(f"{self.target}: a process left before its end\n{self.output()}")
+        return [pickle.loads(r.read_bytes()) for r in results]
 
 
 def run_workers(

@@ -1,8 +1,11 @@
-"""Several ranks on one GPU, which NCCL refuses: groups that carry CUDA tensors through the host and gloo.
+"""More ranks than GPUs, which NCCL refuses: each set of ranks that has a GPU each calls itself a host.
 
-Like NCCL's, an operation starts when the stream that it was called on gets there, runs beside what that stream does
-next, and `wait` makes the stream wait.  Messages are sent late on purpose, so that who overwrites one before `wait`
-sends garbage.
+NCCL compares a card's address only among ranks of one host, and a host's name is NCCL_HOSTID; such hosts talk over
+sockets.  So the layouts of several GPUs can be tried on one, with the collectives that a cluster runs.
+
+With MEGAPONDER_TEST_MESSAGES=late, groups carry tensors through the host and gloo instead.  Like NCCL's, an operation
+starts when the stream that it was called on gets there, runs beside what that stream does next, and `wait` makes the
+stream wait.  Messages are read late on purpose, so that who overwrites one before `wait` sends garbage.
 """
 
 from __future__ import annotations
@@ -156,12 +159,21 @@ class OneCard(dist.ProcessGroup):
 
 
 def share() -> None:
-    """In a worker: where there are fewer GPUs than ranks, make a default group of this kind, all on one GPU."""
-    if not torch.cuda.is_available() or int(os.environ["WORLD_SIZE"]) <= torch.cuda.device_count():
+    """In a worker, before any group exists: where there are fewer GPUs than ranks, let ranks share them."""
+    ranks, gpus = int(os.environ["WORLD_SIZE"]), torch.cuda.device_count()
+    if gpus == 0 or ranks <= gpus:
         return
-    os.environ["LOCAL_RANK"] = "0"
-    if not dist.is_initialized():
+    rank = int(os.environ["RANK"])
+    os.environ["LOCAL_RANK"] = str(rank % gpus)
+    if not late():
+        os.environ |= {"NCCL_HOSTID": f"host{rank // gpus}", "NCCL_SOCKET_IFNAME": "lo"}
+    elif not dist.is_initialized():
         dist.Backend.register_backend(
             "onecard", lambda store, rank, size, timeout: OneCard(store, rank, size, timeout), devices=["cpu", "cuda"]
         )
         dist.init_process_group("onecard")
+
+
+def late() -> bool:
+    """Whether ranks that share a GPU are to send messages late, which NCCL cannot."""
+    return os.environ.get("MEGAPONDER_TEST_MESSAGES") == "late"

@@ -1,6 +1,6 @@
 """The layout matrix on GPUs: the same cases, layouts and tolerance as on the CPU.
 
-Over NCCL up to the number of GPUs; ranks of larger layouts share one GPU (`one_card.py`).
+Over NCCL; ranks of layouts with more of them than there are GPUs share these (`one_card.py`).
 """
 
 from __future__ import annotations
