@@ -1,9 +1,10 @@
 """Passes as CUDA graphs: captured once, forward and backward, then replayed by two launches instead of thousands.
 
 A pass is a pure function of tensors: the micro-batch, what came in, what this stage kept from the pass before.  Its
-first run with given shapes is an ordinary one, which warms libraries and compilers up; the second is captured, forward
-and backward together.  The backward graph adds parameter gradients to `main_grad` itself, so DistributedDataParallel's
-hooks have nothing to do, and returns gradients of the inputs alone.
+first step with given shapes is an ordinary one, which warms libraries and compilers up, those of the backward too: in a
+pipeline the second micro-batch comes before the first one's backward.  In the next step it is captured, forward and
+backward together.  The backward graph adds parameter gradients to `main_grad` itself, so that hooks of
+DistributedDataParallel have nothing to do, and returns gradients of the inputs alone.
 
     key     (pass, places for active tokens, slot and pool, which inputs are outputs of which graph)
     slot    micro-batch i has graphs of its own, number i modulo those between their first forward and their last
@@ -20,7 +21,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,7 +103,9 @@ class Captures:
         which a parameter's gradient is accumulated, and a capture must not touch another."""
         self._parameters = [p for p in stage.parameters() if p.requires_grad]
         self._graphs: dict[Any, _Graphs] = {}
-        self._seen: set[Any] = set()
+        self._step = 0
+        self._seen: dict[Any, int] = {}
+        """The step in which a pass with given shapes ran first."""
         self._numbers: dict[Any, int] = {}
         self._pools: dict[Any, Any] = {}
         self._owned: set[Any] = set()
@@ -118,6 +121,10 @@ class Captures:
     def count(self) -> int:
         """Captured passes so far."""
         return len(self._graphs)
+
+    def begin_step(self) -> None:
+        """A training step begins: what ran in those before is warm."""
+        self._step += 1
 
     def close(self) -> None:
         """Destroy all graphs: since 2.26 NCCL waits, for ever, to end a group while a graph holds calls of it."""
@@ -148,8 +155,7 @@ class Captures:
         where = self._number(*(at if (at := _place(t)) in self._owned else None for t in inputs))
         # the host waits here for the pass before: what can be done earlier is done
         places = places_for(most, rows)
-        if self.failure or (shapes, places) not in self._seen:
-            self._seen.add((shapes, places))
+        if self.failure or self._seen.setdefault((shapes, places), self._step) == self._step:
             return self._as_it_is(places, p, batch, incoming, state, step, tokens)
         slot = microbatch % flight.micro_batches
         pool = (p.index, microbatch % flight.places[p.index])
@@ -229,11 +235,29 @@ class Captures:
     @contextmanager
     def _recording(self, graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
         """What runs inside becomes the graph.  No capture survives a compilation: what would need one runs as it is."""
-        with (
-            torch.compiler.set_stance("eager_on_recompile"),
-            torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"),
-        ):
-            yield
+        stream = torch.cuda.current_stream()
+        try:
+            with (
+                torch.compiler.set_stance("eager_on_recompile"),
+                torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"),
+            ):
+                yield
+        except RuntimeError:
+            torch.cuda.set_stream(stream)
+            self._give_up(pool)
+            raise
+
+    def _give_up(self, pool: Any) -> None:
+        """Take PyTorch out of a capture that failed: its allocator and its random generator believe that it goes on.
+
+        The allocator would give no cached memory back, and the generator refuse whatever draws numbers, as Transformer
+        Engine's attention does.  Only the end of a capture tells the generator, so there is one of nothing.
+        """
+        with suppress(RuntimeError):  # the allocator has left it, and the graph will release the pool
+            torch._C._cuda_endAllocateToPool(self._stage.groups.device.index, pool)
+            torch._C._cuda_releasePool(self._stage.groups.device.index, pool)
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self.stream, capture_error_mode="thread_local"):
+            self._anchor.detach().clone()
 
     def _backward(
         self, inputs: list[Tensor], outputs: list[Tensor], grads_out: list[Tensor | None]

@@ -129,6 +129,8 @@ class Engine:
         run = Step(passes, batches, number, tokens.clamp(min=1.0), flight)
         if self.stage.fp8:
             self.stage.fp8.begin_step()
+        if train and self._runner.captures is not None:
+            self._runner.captures.begin_step()
         self.own_time.start()
         with torch.set_grad_enabled(train):
             self._schedule(run, forward_only=not train)

@@ -1,4 +1,7 @@
-"""`megaponder train` on GPUs returns: captured passes hold calls of NCCL, which waits for them when groups end."""
+"""`megaponder train` on GPUs captures its passes on a machine's first run too, and returns.
+
+Captured passes hold calls of NCCL, which waits for them when groups end.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 @pytest.mark.parametrize("layout", ["alone", *LAYOUTS])
-def test_a_run_ends(tmp_path: Path, layout: str) -> None:
+def test_a_first_run_captures_and_ends(tmp_path: Path, layout: str) -> None:
     from tests.training import datasets
 
     datasets.write(tmp_path / "train", tokens=24 * 32 + 1, seed=1)
     datasets.write(tmp_path / "valid", tokens=800, seed=2)
     world, changes = (1, {}) if layout == "alone" else (2, LAYOUTS[layout])
     job = {"run": str(tmp_path / "run"), "data": str(tmp_path)} | MODEL | BF16 | changes
-    codes = run_workers("tests.gpu.workers:whole_command", world, args={"job": job}, timeout=120)
+    args = {"job": job, "compiled": str(tmp_path / "compiled")}
+    codes = run_workers("tests.gpu.workers:whole_command", world, args=args, timeout=150)
     assert codes == [0] * world and len(losses(tmp_path, "run")) == 8

@@ -129,12 +129,8 @@ def compare_capture(case: dict[str, Any], precision: str) -> dict[str, Any]:
         cfg.precision.cuda_graphs = graphs
         engines.append(_engine(cfg))
     eager, captured = engines
-    if case.get("waits"):
-
-        def waits(*_: Any) -> None:
-            torch.zeros(1, device="cuda").item()
-
-        captured.stage.decoder.layers[-1].register_forward_pre_hook(waits)
+    if "waits" in case:
+        _make_wait(captured.stage, from_pass=case["waits"])
     for step in range(6):
         batches = _batches(step + 100 * eager.groups.dp_rank, case.get("micro_batches", 2))
         a = eager.forward_backward(batches, step, train=True)
@@ -150,6 +146,25 @@ def compare_capture(case: dict[str, Any], precision: str) -> dict[str, Any]:
                 p.copy_(q)
     out["graphs"], out["failure"] = captured._runner.captures.count, captured._runner.captures.failure
     return out
+
+
+def _make_wait(stage: Any, from_pass: int) -> None:
+    """From this pass on, a layer that makes the host wait for the GPU, which no capture survives."""
+    import torch
+
+    run_pass, now = stage.run_pass, 0
+
+    def watched(p: Any, *rest: Any) -> Any:
+        nonlocal now
+        now = p.index
+        return run_pass(p, *rest)
+
+    def waits(*_: Any) -> None:
+        if now >= from_pass:
+            torch.zeros(1, device="cuda").item()
+
+    stage.run_pass = watched
+    stage.decoder.layers[-1].register_forward_pre_hook(waits)
 
 
 def compare_fp8(recipe: str) -> dict[str, Any]:
@@ -263,9 +278,17 @@ def train(jobs: list[dict[str, Any]]) -> None:
     run_many(jobs)
 
 
-def whole_command(job: dict[str, Any]) -> int:
-    """Exit code of `megaponder train`, which leaves the process groups at its end."""
+def whole_command(job: dict[str, Any], compiled: str) -> int:
+    """Exit code of `megaponder train`, which leaves the process groups at its end.
+
+    What is compiled goes to a folder of this run, as on a machine's first run: compilation is what captures fear.
+    """
+    import os
+    import warnings
+
     from tests.training.workers import run_train
 
+    os.environ |= {"TORCHINDUCTOR_CACHE_DIR": compiled, "TRITON_CACHE_DIR": f"{compiled}/triton"}
+    warnings.filterwarnings("error", message=".*cannot be captured")
     one_card.share()
     return run_train(**job)
