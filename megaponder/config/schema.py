@@ -105,7 +105,7 @@ class ParallelConfig:
     distributed_optimizer: bool = False
     """Shard optimizer state over data-parallel ranks."""
     overlap_grad_reduce: bool = False
-    """Start gradient reduction during backward."""
+    """Start gradient reduction during backward; passes are not captured as CUDA graphs then."""
     overlap_param_gather: bool = False
     """Gather parameters during the next forward (needs distributed_optimizer)."""
     microbatch_group: int | None = None

@@ -18,8 +18,9 @@ ROWS = 40
 class Profile:
     """Watches the steps `logging.profile_steps` of this start, on the ranks `logging.profile_ranks`.
 
-    Writes into RUN/profile, as soon as the last of the steps has ended: trace-rankR.json.gz (chrome://tracing, or
-    ui.perfetto.dev), operations-rankR.txt, and on a GPU memory-rankR.pickle (pytorch.org/memory_viz).
+    Writes into RUN/profile, as soon as the last of the steps or the run has ended: trace-rankR.json.gz
+    (chrome://tracing, or ui.perfetto.dev), operations-rankR.txt, and on a GPU memory-rankR.pickle
+    (pytorch.org/memory_viz).  A context around all steps.
     """
 
     def __init__(self, cfg: LoggingConfig, run: Path, rank: int, say: Callable[[str], None]):
@@ -28,18 +29,34 @@ class Profile:
         self._done = 0
         self._profiler: Any = None
 
+    def __enter__(self) -> Profile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if self._profiler is None:
+            return
+        if kind is None:
+            self._write()
+        else:
+            self._profiler.stop()  # the process would crash at its end
+
+    def expect(self, steps: int) -> None:
+        """Say it where this start's `steps` end before the first profiled one."""
+        if self._steps and steps < self._steps[0]:
+            first, last = self._steps
+            self._say(
+                f"Nothing will be profiled: logging.profile_steps are {first} to {last}, and this start has {steps}."
+            )
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """One training step."""
-        number = self._done + 1
-        if self._steps and number == self._steps[0]:
+        self._done += 1
+        if self._steps and self._done == self._steps[0]:
             self._start()
-        try:
-            yield
-        finally:
-            self._done = number
-            if self._profiler is not None and number == self._steps[1]:
-                self._write()
+        yield
+        if self._profiler is not None and self._done == self._steps[1]:
+            self._write()
 
     def _start(self) -> None:
         from torch.profiler import ProfilerActivity, profile
@@ -53,17 +70,24 @@ class Profile:
         self._profiler.start()
 
     def _write(self) -> None:
+        """What was seen so far; a profile that cannot be written is not worth the run."""
         cuda = torch.cuda.is_available()
         if cuda:
             torch.cuda.synchronize()
         seen, self._profiler = self._profiler, None
         seen.stop()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        seen.export_chrome_trace(str(self._folder / f"trace-rank{self._rank}.json.gz"))
-        order = "self_cuda_time_total" if cuda else "self_cpu_time_total"
-        table = seen.key_averages().table(sort_by=order, row_limit=ROWS, max_name_column_width=90)
-        (self._folder / f"operations-rank{self._rank}.txt").write_text(table)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            seen.export_chrome_trace(str(self._folder / f"trace-rank{self._rank}.json.gz"))
+            order = "self_cuda_time_total" if cuda else "self_cpu_time_total"
+            table = seen.key_averages().table(sort_by=order, row_limit=ROWS, max_name_column_width=90)
+            (self._folder / f"operations-rank{self._rank}.txt").write_text(table)
+            if cuda:
+                torch.cuda.memory._dump_snapshot(str(self._folder / f"memory-rank{self._rank}.pickle"))
+        except OSError as error:
+            self._say(f"warning: the profile cannot be written: {error}.")
+        else:
+            steps = f"Steps {self._steps[0]} to {self._done}" if self._done > self._steps[0] else f"Step {self._done}"
+            self._say(f"{steps} of this start: a profile is in {self._folder}/.")
         if cuda:
-            torch.cuda.memory._dump_snapshot(str(self._folder / f"memory-rank{self._rank}.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
-        self._say(f"Steps {self._steps[0]} to {self._steps[1]} of this start are profiled in {self._folder}/.")

@@ -54,7 +54,7 @@ def run(cfg: RunConfig, groups: Groups) -> int:
         optimizer = build_optimizer(cfg, engine.ddp)
         monitor = Monitor(cfg, total, setup.costs(cfg, method, groups.world_size), groups.logs())
         faults = Faults(cfg.faults, folder, monitor.say, groups.device)
-        profile = Profile(cfg.logging, folder, groups.rank, partial(print, flush=True))
+        profile = stack.enter_context(Profile(cfg.logging, folder, groups.rank, partial(print, flush=True)))
         stragglers = Stragglers(cfg.faults.straggler_ratio, groups.device)
         state = begin(cfg, engine.stage, optimizer, monitor.say)
         total = monitor.total = last_step(cfg, state.step, state.sequences, state.tokens)
@@ -83,6 +83,7 @@ def run(cfg: RunConfig, groups: Groups) -> int:
 
         if state.step >= total:
             monitor.say(f"There is nothing to do: the budget of {total} steps is spent, and {state.step} are done.")
+        profile.expect(total - state.step)
         asked, unchecked = 0, True
         while state.step < total:
             step, batch = state.step + 1, batch_at(cfg, state.sequences)

@@ -322,6 +322,13 @@ def test_a_file_where_checkpoints_go_is_refused(tmp_path: Path) -> None:
         check(config(run=str(tmp_path)), PASSES4, 1)
 
 
+def test_a_file_where_profiles_go_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "profile").write_text("")
+    with pytest.raises(ConfigError, match="is a file, and profiles"):
+        check(config(run=str(tmp_path), logging__profile_steps=[4, 5]), PASSES4, 1)
+    check(config(run=str(tmp_path)), PASSES4, 1)
+
+
 def test_a_pipe_in_the_run_folder_is_refused(tmp_path: Path) -> None:
     """Whoever reads it would wait for ever."""
     os.mkfifo(tmp_path / "metrics.jsonl")

@@ -181,6 +181,9 @@ def profiled_steps_are_a_pair(c: Case) -> None:
     ok = not steps or (len(steps) == 2 and 1 <= steps[0] <= steps[1])
     rule = "it must be empty, or the first and the last step, counted from 1"
     require(ok, "logging.profile_steps", steps, rule, "use [4, 5]")
+    folder = Path(c.cfg.run) / "profile"
+    rule = f"{folder} is a file, and profiles are written into a folder of this name"
+    require(not steps or not folder.is_file(), "logging.profile_steps", steps, rule, "remove it")
     ranks, last = c.cfg.logging.profile_ranks, c.world_size - 1
     ok = last < 0 or all(0 <= rank <= last for rank in ranks)
     require(ok, "logging.profile_ranks", ranks, f"it must name ranks from 0 to {last}", "use [0]")
