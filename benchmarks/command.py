@@ -66,7 +66,8 @@ def add_output(parser: Parser) -> None:
 def write(folder: Path, name: str, results: Any, report: str) -> None:
     """FOLDER/NAME.json and .md, under other names first: a full disk leaves those of before."""
     folder.mkdir(parents=True, exist_ok=True)
-    for suffix, text in ((".json", json.dumps(results, indent=1, default=str) + "\n"), (".md", report)):
-        partial = folder / f"{name}{suffix}.partial"
-        partial.write_text(text)
-        partial.replace(folder / f"{name}{suffix}")
+    texts = {f"{name}.json": json.dumps(results, indent=1, default=str) + "\n", f"{name}.md": report}
+    for file, text in texts.items():
+        (folder / f"{file}.partial").write_text(text)
+    for file in texts:
+        (folder / f"{file}.partial").replace(folder / file)

@@ -150,9 +150,10 @@ def main(argv: list[str] | None = None) -> None:
         read_index(path)
     load_tokenizer(args.tokenizer)
     warm_up()
-    folders = [args.runs / name.replace(", ", "-").replace(" ", "-") for name in args.only]
+    names = list(dict.fromkeys(args.only))  # two runs of a name would share their folder
+    folders = [args.runs / name.replace(", ", "-").replace(" ", "-") for name in names]
     with ThreadPoolExecutor(args.jobs) as pool:
-        results = list(pool.map(lambda pair: run(*pair, args), zip(args.only, folders, strict=True)))
+        results = list(pool.map(lambda pair: run(*pair, args), zip(names, folders, strict=True)))
     write(args.output, "methods", results, table(results, args))
     if importlib.util.find_spec("matplotlib"):
         plot(results, args.output / "methods.png")

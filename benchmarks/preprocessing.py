@@ -166,12 +166,14 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         texts = texts_of(args.inputs) if args.inputs else standard_library()
+        if not any(texts):
+            raise UserError(f"{', '.join(args.inputs)}: there is no text in it; name files that hold some.")
         texts = write_corpus(texts, folder / "corpus.jsonl", args.megabytes)
         tokenizer = Path(args.tokenizer) if args.tokenizer else folder / "tokenizer.json"
         if not args.tokenizer:
             train_tokenizer(texts, tokenizer)
         load = os.getloadavg()[0]
-        seconds = measure(folder / "corpus.jsonl", tokenizer, folder, args.rounds, args.workers)
+        seconds = measure(folder / "corpus.jsonl", tokenizer, folder, args.rounds, list(dict.fromkeys(args.workers)))
         base, (one, two) = seconds["one by one"], (seconds.get(f"prepare, {k}") for k in ("1 worker", "2 workers"))
         result = {
             "corpus": ", ".join(Path(i).name for i in args.inputs) or "Python standard library",
