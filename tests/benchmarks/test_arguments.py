@@ -118,21 +118,28 @@ def test_two_gpus_needs_its_launcher(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "torchrun --nproc-per-node 2" in one_sentence(capsys)
 
 
-def test_rows_that_all_fail_replace_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("works", ["none", "vanilla 410m, captured"])
+def test_rows_that_all_fail_replace_no_table(works: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "training-baseline.md").write_text("measured")
     before, seen = files(tmp_path), []
 
     def measure(row: Any, args: Any) -> Any:
         seen.append(row.name)
-        raise RuntimeError("no memory")
+        if row.name != works:
+            raise RuntimeError("no memory")
+        return dict(name=row.name, tokens_per_second_per_gpu=1.0, mfu=0.1, peak_gib=1.0, set_up_s=1.0, loss=1.0)
 
     monkeypatch.setattr("benchmarks.training.measure", measure)
+    monkeypatch.setattr("benchmarks.training.table", lambda rows, args: f"{len(rows)} rows")
     monkeypatch.setattr("benchmarks.training._in_use", lambda: 0)
     for name, given in {"device_count": 1, "set_device": None, "empty_cache": None}.items():
         monkeypatch.setattr(f"torch.cuda.{name}", lambda *_, given=given: given)
     assert main("training", "baseline", "--output", str(tmp_path)) == 1
     assert seen == [row.name for row in TABLES["baseline"]]
-    assert files(tmp_path) == before
+    if works == "none":
+        assert files(tmp_path) == before
+    else:
+        assert (tmp_path / "training-baseline.md").read_text() == "6 rows"
 
 
 def test_a_method_that_fails_leaves_the_table(
