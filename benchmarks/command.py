@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,15 +30,14 @@ def parser(name: str, doc: str | None) -> Parser:
     return Parser(prog=f"python -m benchmarks.{name}", description=doc)
 
 
-def number(least: float, most: float = math.inf, multiple: int | None = None) -> Callable[[str], Any]:
-    """The type of an argument: a number of `least`'s own type from `least` to `most`."""
+def number(least: float, multiple: int | None = None) -> Callable[[str], Any]:
+    """The type of an argument: a number of `least`'s own type, no less than it."""
     kind = type(least)
 
     def read(word: str) -> float:
         value = kind(word)
-        if not least <= value <= most:  # also of nan
-            rule = f"at least {least}" if most == math.inf else f"from {least} to {most}"
-            raise argparse.ArgumentTypeError(f"{word}: it must be {rule}; use {most if value > most else least}")
+        if not value >= least:  # also nan
+            raise argparse.ArgumentTypeError(f"{word}: it must be at least {least}; use {least}")
         if multiple and value % multiple:
             near = max(round(value / multiple) * multiple, least)
             raise argparse.ArgumentTypeError(f"{word}: it must be a multiple of {multiple}; use {near}")
