@@ -5,26 +5,25 @@
 Key bias with a gradient (PonderLM-3): 8 more head channels and a plain causal kernel, against a full mask [n, n]
 that carries the bias.  Several key sets (adaptive CoT): one fused causal call per set merged by log-sum-exp, against
 one call under a mask [n, K n].  On a GPU in BF16 at the size of a 410M model, else in FP32 at a small size.  Every
-pair's outputs and gradients are compared.  Writes benchmarks/results/attention-<device>.{json,md}.
+pair's outputs and gradients are compared.  Writes attention-<device>.{json,md} into the folder of results.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.command import add_output, number, parser, script, write
 from benchmarks.report import origin
 from megaponder.backbone import attention
 
-RESULTS = Path(__file__).parent / "results"
 GPU = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float32)
 TOKENS, BATCH, HEADS, SIZE = (2048, 4, 16, 64) if GPU else (512, 2, 4, 64)
@@ -48,7 +47,7 @@ def masked_union(core: attention.SdpaCore, *args: Any) -> Tensor:
         attention.fused_is_possible = possible
 
 
-def timed(forms: dict[str, Callable[[], Tensor]], inputs: list[Tensor], rounds: int = 20) -> dict[str, Any]:
+def timed(forms: dict[str, Callable[[], Tensor]], inputs: list[Tensor], rounds: int) -> dict[str, Any]:
     """Median milliseconds of forward and backward of each form, alternating, and their largest difference."""
     weight = torch.randn_like(next(iter(forms.values()))())
     times: dict[str, list[float]] = {name: [] for name in forms}
@@ -72,7 +71,12 @@ def timed(forms: dict[str, Callable[[], Tensor]], inputs: list[Tensor], rounds: 
     return {"ms": {name: statistics.median(t) for name, t in times.items()}, "difference": worst}
 
 
-def main() -> None:
+@script
+def main(argv: list[str] | None = None) -> None:
+    options = parser("attention", __doc__)
+    options.add_argument("--rounds", type=number(1), default=20, help="timed calls of each form; default: 20")
+    add_output(options)
+    args = options.parse_args(argv)
     torch.manual_seed(0)
     core = attention.SdpaCore()
     results = {}
@@ -87,7 +91,7 @@ def main() -> None:
             "augmented": lambda q=q, k=k, v=v, bias=bias: core(q, k, v, key_bias=bias),
             "mask": lambda q=q, k=k, v=v, bias=bias: masked_bias(q, k, v, bias),
         }
-        results[f"key bias, {slots} rows a token"] = timed(forms, [q, k, v, bias])
+        results[f"key bias, {slots} rows a token"] = timed(forms, [q, k, v, bias], args.rounds)
     for sets in (2, 4):
         q, *rest = (leaf(TOKENS) for _ in range(2 * sets + 1))
         keys, values = rest[:sets], rest[sets:]
@@ -96,12 +100,12 @@ def main() -> None:
             "merged": lambda q=q, k=keys, v=values, a=alive: core.union(q, k, v, a),
             "mask": lambda q=q, k=keys, v=values, a=alive: masked_union(core, q, k, v, a),
         }
-        results[f"{sets} key sets"] = timed(forms, [q, *rest])
+        results[f"{sets} key sets"] = timed(forms, [q, *rest], args.rounds)
 
     lines = [
         "# Attention of the adaptive methods\n",
         f"{origin()}, {str(DTYPE)[6:]}, {BATCH} x {TOKENS} tokens, {HEADS} heads of {SIZE}; forward and backward, "
-        "median of 20.\n",
+        f"median of {args.rounds}.\n",
         "| case | form | ms | faster by | largest difference |",
         "|---|---|---|---|---|",
     ]
@@ -112,10 +116,8 @@ def main() -> None:
             lines.append(f"| {case} | {name} | {ms:.2f} | {ratio} | {r['difference']:.1e} |")
     report = "\n".join(lines) + "\n"
     print(report)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"attention-{DEVICE}.json").write_text(json.dumps(results, indent=1) + "\n")
-    (RESULTS / f"attention-{DEVICE}.md").write_text(report)
+    write(args.output, f"attention-{DEVICE}", results, report)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

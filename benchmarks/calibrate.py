@@ -1,6 +1,6 @@
 """Calibrate the exit threshold of a trained PonderLM on held-out text, after Confident Adaptive Language Modeling.
 
-    python benchmarks/calibrate.py runs/first --depth 3.1
+    python -m benchmarks.calibrate runs/first --depth 3.1
 
 Evaluates the newest checkpoint of the run as `confident_ponderlm` on its validation split at thresholds found by
 bisection, until the mean depth is the one that is asked for, and prints threshold, depth and loss of every try.  The
@@ -9,8 +9,8 @@ weights are those of `ponderlm`: nothing is trained.
 
 from __future__ import annotations
 
-import argparse
 import copy
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ from megaponder.engine import cpu  # noqa: E402
 
 cpu.install()
 
+from benchmarks.command import number, parser, script  # noqa: E402
 from megaponder.checkpoint.weights import load_weights  # noqa: E402
 from megaponder.data.stream import build_streams  # noqa: E402
+from megaponder.errors import ConfigError, UserError  # noqa: E402
 from megaponder.export import reference  # noqa: E402
 from megaponder.training.evaluate import Evaluation, evaluate  # noqa: E402
 
@@ -47,24 +49,28 @@ def measure(cfg: Any, state: Any, threshold: float, batches: int) -> Evaluation:
     with reference.engine(cfg, state) as engine:
         streams = build_streams(cfg, cfg.train.global_batch, batches * cfg.train.global_batch)
         if streams.valid is None:
-            raise SystemExit("the run has no held-out text: its data.split has no validation part")
+            raise UserError("The run has no held-out text: its data.split has no validation part.")
         found = evaluate(cfg, engine, streams.valid, _Never(), lambda: None)  # type: ignore[arg-type]
     assert found is not None
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="run folder or checkpoint of method ponderlm")
-    parser.add_argument("--depth", type=float, required=True, help="mean number of passes to reach")
-    parser.add_argument("--batches", type=int, default=4, help="global batches of held-out text")
-    parser.add_argument("--tries", type=int, default=8, help="steps of the bisection")
-    args = parser.parse_args()
+@script
+def main(argv: list[str] | None = None) -> None:
+    options = parser("calibrate", __doc__)
+    options.add_argument("run", type=Path, help="run folder or checkpoint of method ponderlm")
+    options.add_argument("--depth", type=float, required=True, help="mean number of passes to reach")
+    options.add_argument("--batches", type=number(1), default=4, help="global batches of held-out text; default: 4")
+    options.add_argument("--tries", type=number(1), default=8, help="steps of the bisection; default: 8")
+    args = options.parse_args(argv)
     cfg, state = load_weights(args.run)
     if cfg.ponder.method != "ponderlm" or cfg.ponder.options.get("multiply_by_steps"):
-        raise SystemExit(
-            f"{args.run}: method {cfg.ponder.method}; calibration wants ponderlm without multiply_by_steps"
-        )
+        method = cfg.ponder.method
+        raise UserError(f"{args.run}: method {method}; calibration needs ponderlm without multiply_by_steps.")
+    most = cfg.ponder.options.get("steps", 3) + 1
+    if not 1 <= args.depth <= most:  # also nan
+        rule = f"{args.run} has {most} passes, and the depth must lie between 1 and {most}"
+        raise ConfigError("--depth", args.depth, rule, f"use {most if args.depth > most else 1}")
     low, high = 0.0, 1.0
     for _ in range(args.tries):
         threshold = (low + high) / 2
@@ -76,4 +82,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -4,16 +4,15 @@
 
 Pairs: the same model, text and weights, masked and gathered, in one process, alternating; forward and backward of one
 micro-batch.  The halting rate is set with the fixed-depth method, so that it is exact.  Writes
-benchmarks/results/halting-<device>.{json,md}.
+halting-<device>.{json,md} into the folder of results.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
+import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from megaponder.engine import cpu
@@ -22,6 +21,7 @@ cpu.install()
 
 import torch  # noqa: E402
 
+from benchmarks.command import add_output, number, parser, script, write  # noqa: E402
 from benchmarks.report import origin  # noqa: E402
 from megaponder.config.resolve import resolve  # noqa: E402
 from megaponder.config.schema import ModelConfig, RunConfig  # noqa: E402
@@ -31,7 +31,8 @@ from megaponder.engine.build import build_engine  # noqa: E402
 from megaponder.plan.flops import step_flops  # noqa: E402
 from megaponder.ponder.settings import method_of  # noqa: E402
 
-RESULTS = Path(__file__).parent / "results"
+HEAD = 64
+"""Channels of a head."""
 DEPTHS = (4.0, 3.7, 3.1, 2.5, 1.9)
 
 
@@ -42,7 +43,7 @@ def config(args: argparse.Namespace, mean_depth: float, skip: bool) -> RunConfig
             family="pythia",
             num_layers=args.layers,
             hidden_size=args.hidden,
-            num_heads=args.hidden // 64,
+            num_heads=args.hidden // HEAD,
             vocab_size=args.vocab,
         )
     )
@@ -106,26 +107,25 @@ def table(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (
-        ("layers", 4),
-        ("hidden", 256),
-        ("vocab", 4096),
-        ("batch", 2),
-        ("length", 512),
-        ("rounds", 5),
+@script
+def main(argv: list[str] | None = None) -> None:
+    options = parser("halting", __doc__)
+    for name, kind, default, what in (
+        ("layers", number(1), 4, "layers of the model"),
+        ("hidden", number(HEAD, multiple=HEAD), 256, f"its width, in heads of {HEAD}"),
+        ("vocab", number(2), 4096, "vocabulary"),
+        ("batch", number(1), 2, "sequences of the micro-batch"),
+        ("length", number(1), 512, "tokens of a sequence"),
+        ("rounds", number(1), 5, "timed steps of each way"),
     ):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    args = parser.parse_args()
+        options.add_argument(f"--{name}", type=kind, default=default, help=f"{what}; default: {default}")
+    add_output(options)
+    args = options.parse_args(argv)
     rows = [measure(args, d) for d in DEPTHS]
     report = table(rows, args)
     print(report)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"halting-{device}.json").write_text(json.dumps(rows, indent=1) + "\n")
-    (RESULTS / f"halting-{device}.md").write_text(report)
+    write(args.output, f"halting-{'cuda' if torch.cuda.is_available() else 'cpu'}", rows, report)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,7 +3,7 @@
     python -m benchmarks.methods --data demo-run/data/code demo-run/data/docs --steps 150
 
 Trains a small model with each method through `megaponder train` in one process, one after the other, and writes
-benchmarks/results/methods.{json,md,png}.  Depth and correlation come from the evaluation of the last step.
+methods.{json,md,png} into the folder of results.  Depth and correlation come from the evaluation of the last step.
 """
 
 from __future__ import annotations
@@ -11,15 +11,20 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import add_output, number, parser, script, write
 from benchmarks.report import origin
+from megaponder.data.indexed import read_index
+from megaponder.data.tokenizer import load_tokenizer
 from megaponder.demo.commands import Background, warm_up
 
-RESULTS = Path(__file__).parent / "results"
+CONFIG = Path(__file__).parents[1] / "configs" / "demo.yaml"
+EVALUATIONS = 5
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "vanilla": ("vanilla", {}),
     "loop": ("loop", {"extra_passes": 3}),
@@ -44,10 +49,11 @@ def command(name: str, folder: Path, args: argparse.Namespace) -> list[str]:
     options = {k: round(v * args.steps) if k.startswith("ramp_") else v for k, v in options.items()}
     blend = [x for path in args.data for x in (str(1 / len(args.data)), path)]
     return [
-        *("train", "configs/demo.yaml", "--run", str(folder)),
+        *("train", str(CONFIG), "--run", str(folder)),
         *("--ponder.method", method, "--ponder.options", json.dumps(options)),
         *("--data.train", *blend, "--data.tokenizer", args.tokenizer),
-        *("--train.steps", str(args.steps), "--train.eval_every", str(args.steps // 5), "--train.eval_batches", "8"),
+        *("--train.steps", str(args.steps), "--train.eval_batches", "8"),
+        *("--train.eval_every", str(args.steps // EVALUATIONS)),
         *("--checkpoint.every", str(args.steps), "--logging.every", "10", "--logging.tensorboard", "false"),
     ]
 
@@ -129,25 +135,29 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", nargs="+", default=["demo-run/data/code", "demo-run/data/docs"], help="datasets")
-    parser.add_argument("--tokenizer", default="demo-run/tokenizer.json")
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--runs", type=Path, default=Path("runs/methods"), help="where the runs go")
-    parser.add_argument("--jobs", type=int, default=1, help="methods that train at a time")
-    parser.add_argument("--only", nargs="*", default=list(METHODS), choices=list(METHODS))
-    args = parser.parse_args()
+@script
+def main(argv: list[str] | None = None) -> None:
+    options = parser("methods", __doc__)
+    options.add_argument("--data", nargs="+", default=["demo-run/data/code", "demo-run/data/docs"], help="datasets")
+    options.add_argument("--tokenizer", default="demo-run/tokenizer.json", help="theirs; default: %(default)s")
+    options.add_argument("--steps", type=number(EVALUATIONS), default=150, help="of each method; default: 150")
+    options.add_argument("--runs", type=Path, default=Path("runs/methods"), help="where the runs go")
+    options.add_argument("--jobs", type=number(1), default=1, help="methods that train at a time; default: 1")
+    options.add_argument("--only", nargs="+", default=list(METHODS), choices=list(METHODS), help="these methods")
+    add_output(options)
+    args = options.parse_args(argv)
+    for path in args.data:  # here once, not in every method's run
+        read_index(path)
+    load_tokenizer(args.tokenizer)
     warm_up()
-    folders = [args.runs / name.replace(", ", "-").replace(" ", "-") for name in args.only]
+    names = list(dict.fromkeys(args.only))  # two runs of a name would share their folder
+    folders = [args.runs / name.replace(", ", "-").replace(" ", "-") for name in names]
     with ThreadPoolExecutor(args.jobs) as pool:
-        results = list(pool.map(lambda pair: run(*pair, args), zip(args.only, folders, strict=True)))
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "methods.json").write_text(json.dumps(results, indent=1) + "\n")
-    (RESULTS / "methods.md").write_text(table(results, args))
+        results = list(pool.map(lambda pair: run(*pair, args), zip(names, folders, strict=True)))
+    write(args.output, "methods", results, table(results, args))
     if importlib.util.find_spec("matplotlib"):
-        plot(results, RESULTS / "methods.png")
+        plot(results, args.output / "methods.png")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,16 +1,14 @@
-#!/usr/bin/env python3
 """How fast `prepare` makes an indexed dataset, against a loop that gives the tokenizer one document at a time.
 
-    python benchmarks/preprocessing.py                                     the standard library's sources
-    python benchmarks/preprocessing.py a.jsonl --tokenizer tokenizer.json --megabytes 20
+    python -m benchmarks.preprocessing                                     the standard library's sources
+    python -m benchmarks.preprocessing a.jsonl --tokenizer tokenizer.json --megabytes 20
 
 Every round runs all contenders on the same file, one after the other, and ratios are taken inside a round, so that a
-machine that is busy slows them alike.  Results: <output>.json and <output>.md.
+machine that is busy slows them alike.  Writes preprocessing.{json,md} into the folder of results.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import statistics
@@ -28,12 +26,15 @@ import numpy as np
 import orjson
 import tokenizers
 
+from benchmarks.command import add_output, number, parser, script, write
 from megaponder.data.documents import TxtRule, documents
 from megaponder.data.indexed import best_dtype, write_index
 from megaponder.data.prepare import PrepareOptions, prepare
 from megaponder.data.readers import Position, kind_of, list_inputs, read_chunks
+from megaponder.data.tokenizer import load_tokenizer
+from megaponder.errors import UserError
 
-RESULTS = Path(__file__).parent / "results"
+EOD = "<|endoftext|>"
 
 
 def standard_library() -> list[str]:
@@ -67,17 +68,25 @@ def write_corpus(texts: list[str], path: Path, megabytes: float) -> list[str]:
     return used
 
 
+def check_tokenizer(path: str) -> None:
+    """UserError unless the plain loop can use it."""
+    if load_tokenizer(path).kind != "huggingface" or not Path(path).is_file():
+        raise UserError(f"{path}: the plain loop reads a file tokenizer.json; give one.")
+    if tokenizers.Tokenizer.from_file(path).token_to_id(EOD) is None:
+        raise UserError(f"{path}: it has no token {EOD}, which ends the documents here; give one that has.")
+
+
 def train_tokenizer(texts: Iterable[str], path: Path) -> None:
     """A byte-level BPE of 16k ids on the corpus itself."""
     tokenizer = tokenizers.ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(texts, vocab_size=16384, special_tokens=["<|endoftext|>"], show_progress=False)
+    tokenizer.train_from_iterator(texts, vocab_size=16384, special_tokens=[EOD], show_progress=False)
     tokenizer.save(str(path))
 
 
 def one_by_one(corpus: Path, tokenizer_file: Path, prefix: Path) -> None:
     """The plain loop: read a line, tokenize it, write it.  Same reading of JSON, same files written."""
     tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer_file))
-    eod, dtype = tokenizer.token_to_id("<|endoftext|>"), best_dtype(tokenizer.get_vocab_size())
+    eod, dtype = tokenizer.token_to_id(EOD), best_dtype(tokenizer.get_vocab_size())
     lengths = []
     with corpus.open("rb") as lines, open(f"{prefix}.bin", "wb") as out:
         for line in lines:
@@ -142,24 +151,29 @@ def report(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("inputs", nargs="*", help="text files (default: the standard library's sources)")
-    parser.add_argument("--tokenizer", help="tokenizer.json (default: a BPE of 16k ids trained on the text)")
-    parser.add_argument("--megabytes", type=float, default=16.0, help="text to use (default 16)")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--output", type=Path, default=RESULTS / "preprocessing", help="path without .json/.md")
-    args = parser.parse_args()
+@script
+def main(argv: list[str] | None = None) -> None:
+    options = parser("preprocessing", __doc__)
+    options.add_argument("inputs", nargs="*", help="text files; default: the standard library's sources")
+    options.add_argument("--tokenizer", help="tokenizer.json; default: a BPE of 16k ids trained on the text")
+    options.add_argument("--megabytes", type=number(0.001), default=16.0, help="text to use; default: 16")
+    options.add_argument("--rounds", type=number(1), default=3, help="runs of each contender; default: 3")
+    options.add_argument("--workers", type=number(1), nargs="+", default=[1, 2], help="of `prepare`; default: 1 2")
+    add_output(options)
+    args = options.parse_args(argv)
+    if args.tokenizer:
+        check_tokenizer(args.tokenizer)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         texts = texts_of(args.inputs) if args.inputs else standard_library()
+        if not any(texts):
+            raise UserError(f"{', '.join(args.inputs)}: there is no text in it; name files that hold some.")
         texts = write_corpus(texts, folder / "corpus.jsonl", args.megabytes)
         tokenizer = Path(args.tokenizer) if args.tokenizer else folder / "tokenizer.json"
         if not args.tokenizer:
             train_tokenizer(texts, tokenizer)
         load = os.getloadavg()[0]
-        seconds = measure(folder / "corpus.jsonl", tokenizer, folder, args.rounds, args.workers)
+        seconds = measure(folder / "corpus.jsonl", tokenizer, folder, args.rounds, list(dict.fromkeys(args.workers)))
         base, (one, two) = seconds["one by one"], (seconds.get(f"prepare, {k}") for k in ("1 worker", "2 workers"))
         result = {
             "corpus": ", ".join(Path(i).name for i in args.inputs) or "Python standard library",
@@ -182,11 +196,8 @@ def main() -> int:
         }
         if one and two:
             result["scaling"] = spread([a / b for a, b in zip(one, two, strict=True)])
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.with_suffix(".json").write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2) + b"\n")
-    args.output.with_suffix(".md").write_text(report(result))
+    write(args.output, "preprocessing", result, report(result))
     print(report(result))
-    return 0
 
 
 if __name__ == "__main__":

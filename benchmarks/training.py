@@ -8,17 +8,17 @@ A step is forward, backward, gradient reduction, clipping and AdamW of `--micro-
 sequence 2048, in BF16 with FP32 master weights and the distributed optimizer.  Rows of a table run one after the other
 in one process; each is warmed up, then timed by the host around a device synchronisation, median of `--steps`.  The
 rows of plain megatron-core are its own GPTModel with its Transformer Engine spec, DDP, optimizer and schedule.
-Writes benchmarks/results/training-TABLE.{json,md}.
+Writes training-TABLE.{json,md} into the folder of results.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import os
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -29,12 +29,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.command import add_output, number, parser, script, write
 from benchmarks.report import origin
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import ModelConfig, RunConfig
+from megaponder.errors import ConfigError, UserError
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as launch/torchrun.sh sets it
-RESULTS = Path(__file__).parent / "results"
 VOCAB = 50304
 LENGTH = 2048
 PEAK = 989.4e12
@@ -405,46 +406,73 @@ def table(results: list[dict[str, Any]], args: argparse.Namespace) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", nargs="?", choices=list(TABLES))
-    parser.add_argument("--list", action="store_true", help="rows of every table")
-    parser.add_argument("--only", default="", help="rows whose name contains this")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps")
-    parser.add_argument("--warm", type=int, default=3, help="steps before")
-    parser.add_argument("--micro-batches", type=int, help="of a step; default: 4 of 410M, 2 of 1.4B")
-    parser.add_argument("--profile", type=Path, help="also write a kernel table of one step of each row to this folder")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    args = parser.parse_args()
+def chosen(table: str, part: str) -> list[Row]:
+    """The rows of a table whose name contains `part`."""
+    rows = [row for row in TABLES[table] if part in row.name]
+    if not rows:
+        names = "; ".join(row.name for row in TABLES[table])
+        raise ConfigError("--only", part, f"no row of {table} contains it", f"its rows are: {names}")
+    return rows
+
+
+def check_gpus(table: str) -> int:
+    """The GPU of this process; UserError where there is none."""
+    local, world = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if (cards := torch.cuda.device_count()) <= local:
+        raise UserError(f"benchmarks.training needs a GPU for each of its processes; this machine has {cards}.")
+    if table == "two-gpus" and world != 2:
+        fix = "torchrun --nproc-per-node 2 -m benchmarks.training two-gpus"
+        raise UserError(f"two-gpus: {world} process(es), where its rows need 2; start it with {fix}.")
+    return local
+
+
+@script
+def main(argv: list[str] | None = None) -> int:
+    options = parser("training", __doc__)
+    options.add_argument("table", nargs="?", choices=list(TABLES))
+    options.add_argument("--list", action="store_true", help="rows of every table")
+    options.add_argument("--only", default="", metavar="PART", help="rows whose name contains this")
+    options.add_argument("--steps", type=number(1), default=5, help="timed steps; default: 5")
+    options.add_argument("--warm", type=number(0), default=3, help="steps before; default: 3")
+    options.add_argument(
+        "--micro-batches",
+        type=number(1),
+        help="of a step, in rows that set no number of their own; default: 4 of 410M, 2 of 1.4B",
+    )
+    options.add_argument(
+        "--profile", type=Path, help="also write a kernel table of one step of each row to this folder"
+    )
+    add_output(options)
+    args = options.parse_args(argv)
     if args.list or not args.table:
         for name, rows in TABLES.items():
             print(name, *(f"    {row.name}" for row in rows), sep="\n")
-        return
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        return 0
+    rows = chosen(args.table, args.only)
+    torch.cuda.set_device(check_gpus(args.table))
     args.context = _in_use()
     results = []
-    for row in TABLES[args.table]:
-        if args.only not in row.name:
-            continue
+    for row in rows:
         try:
             results.append(measure(row, args))
         except Exception as error:  # the other rows shall still be measured
             traceback.print_exc()
             results.append({"name": row.name, "row": vars(row), "error": f"{type(error).__name__}: {error}"[:300]})
-        if dist.get_rank() == 0:
+        if int(os.environ.get("RANK", "0")) == 0:
             r = results[-1]
             line = r.get("error") or (
                 f"{r['tokens_per_second_per_gpu']:,.0f} tok/s {r['mfu']:.1%} {r['peak_gib']:.1f} GiB, "
                 f"set up {r['set_up_s']:.0f} s, loss {r['loss']:.3f}"
             )
             print(f"{row.name}: {line}", flush=True)
-            args.output.mkdir(parents=True, exist_ok=True)
-            (args.output / f"training-{args.table}.json").write_text(json.dumps(results, indent=1, default=str) + "\n")
-            (args.output / f"training-{args.table}.md").write_text(table(results, args))
+            if any("error" not in r for r in results):  # failures alone replace no table
+                write(args.output, f"training-{args.table}", results, table(results, args))
         gc.collect()
         torch.cuda.empty_cache()
-    dist.destroy_process_group()
+    if dist.is_initialized():  # some row came so far
+        dist.destroy_process_group()
+    return int(any("error" in r for r in results))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -21,9 +21,9 @@ from typing import Any
 
 from megaponder import __version__
 from megaponder.cli.parser import Parser
-from megaponder.cli.report import report_error
+from megaponder.cli.report import ended
 from megaponder.config.fields import sections
-from megaponder.errors import UserError, of_file
+from megaponder.errors import UserError
 
 COMMANDS = ("demo", "prepare", "plan", "train", "watch", "replay", "generate", "inspect", "export", "import")
 """In the order in which a newcomer meets them."""
@@ -100,25 +100,12 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit code: those of `megaponder.errors`."""
     words = sys.argv[1:] if argv is None else argv
     keep_console_clean()
-    try:
+
+    def work() -> Any:
         args, module = parse(words)
-        code: Any = module.run(args) if module is not None else 0
-        sys.stdout.flush()
-        return int(code or 0)
-    except UserError as error:
-        report_error(str(error))
-        return error.exit_code
-    except KeyboardInterrupt:
-        report_error("interrupted")
-        return 130
-    except BrokenPipeError:  # `megaponder plan ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except OSError as error:
-        if (problem := of_file(error)) is None:
-            raise
-        report_error(str(problem))
-        return problem.exit_code
+        return module.run(args) if module is not None else 0
+
+    return ended(work)
 
 
 if __name__ == "__main__":

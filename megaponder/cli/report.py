@@ -1,4 +1,4 @@
-"""Error messages on stderr: one line, once, also when every process of a node runs into the same mistake."""
+"""Errors that are no bugs, on stderr: one line, once, also when all processes of a node meet the same, and its code."""
 
 from __future__ import annotations
 
@@ -7,10 +7,36 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from megaponder.errors import UserError, of_file
 
 STALE_SECONDS = 60
 """Age after which a marker is of an earlier launch whose process id came back."""
+
+
+def ended(work: Callable[[], Any]) -> int:
+    """Do a command's work; its exit code, or after a sentence that of the error: those of `megaponder.errors`."""
+    try:
+        code = work()
+        sys.stdout.flush()
+        return int(code or 0)
+    except UserError as error:
+        report_error(str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        report_error("interrupted")
+        return 130
+    except BrokenPipeError:  # `megaponder plan ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        if (problem := of_file(error)) is None:
+            raise
+        report_error(str(problem))
+        return problem.exit_code
 
 
 def report_error(message: str) -> None:

@@ -1,0 +1,180 @@
+"""A mistake in a command of benchmarks/ is one sentence and exit code 2, and leaves the tables of before."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.command import RESULTS, write
+from benchmarks.training import TABLES
+from megaponder.errors import UserError
+
+SCRIPTS = ("attention", "calibrate", "halting", "methods", "preprocessing", "training")
+
+REFUSED = {
+    "training nothing": "there is no such choice",
+    "training baseline --only nothing": "no row of baseline contains it; its rows are: megatron-core 410m; vanilla",
+    "training baseline --steps 0": "--steps: 0: it must be at least 1; use 1",
+    "training baseline --warm -1": "--warm: -1: it must be at least 0; use 0",
+    "training baseline --micro-batches 0": "--micro-batches: 0: it must be at least 1; use 1",
+    "training two-gpus --steps 1.5": "--steps: invalid int value: '1.5'",
+    "training baseline --output pyproject.toml": "--output: 'pyproject.toml': it must be a folder",
+    "training baseline --output ''": "--output: '': it must be a folder",
+    "attention --rounds 0": "--rounds: 0: it must be at least 1; use 1",
+    "attention --nothing": "--nothing",
+    "halting --layers 0": "--layers: 0: it must be at least 1; use 1",
+    "halting --layers -1": "--layers: -1: it must be at least 1; use 1",
+    "halting --hidden 33": "--hidden: 33: it must be at least 64; use 64",
+    "halting --hidden 200": "--hidden: 200: it must be a multiple of 64; use 192",
+    "halting --rounds 0": "--rounds: 0: it must be at least 1; use 1",
+    "halting --batch 0": "--batch: 0: it must be at least 1; use 1",
+    "halting --length 0": "--length: 0: it must be at least 1; use 1",
+    "halting --vocab 0": "--vocab: 0: it must be at least 2; use 2",
+    "methods --data nope": "nope.idx: no such file",
+    "methods --steps 0": "--steps: 0: it must be at least 5; use 5",
+    "methods --jobs 0": "--jobs: 0: it must be at least 1; use 1",
+    "methods --only": "--only: expected at least one argument",
+    "methods --only nothing": "--only = nothing: there is no such choice",
+    "preprocessing nope.txt": "nope.txt: no such file",
+    "preprocessing --megabytes 0": "--megabytes: 0: it must be at least 0.001; use 0.001",
+    "preprocessing --megabytes nan": "--megabytes: nan: it must be at least 0.001; use 0.001",
+    "preprocessing --rounds 0": "--rounds: 0: it must be at least 1; use 1",
+    "preprocessing --workers 0": "--workers: 0: it must be at least 1; use 1",
+    "preprocessing --workers 2 0": "--workers: 0: it must be at least 1; use 1",
+    "preprocessing --tokenizer none.json": "none.json: no such tokenizer",
+    "preprocessing --tokenizer bytes": "bytes: the plain loop reads a file tokenizer.json",
+    "calibrate nope --depth 2": "no checkpoint or run folder nope",
+    "calibrate run": "required: --depth",
+    "calibrate run --depth 9": "run has 4 passes, and the depth must lie between 1 and 4; use 4",
+    "calibrate run --depth 0": "between 1 and 4; use 1",
+    "calibrate run --depth nan": "between 1 and 4; use 1",
+    "calibrate run --depth 2 --tries 0": "--tries: 0: it must be at least 1; use 1",
+    "calibrate run --depth 2 --batches 0": "--batches: 0: it must be at least 1; use 1",
+    "calibrate vanilla --depth 2": "method vanilla; calibration needs ponderlm",
+}
+
+
+def main(script: str, *words: str) -> int:
+    return import_module(f"benchmarks.{script}").main(list(words))
+
+
+def files(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Every file of a folder: when it was written, and what it holds."""
+    return {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in folder.iterdir()}
+
+
+@pytest.fixture(autouse=True)
+def results(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Commands are given in the repository's root, and none here touches the results."""
+    monkeypatch.chdir(RESULTS.parents[1])
+    before = files(RESULTS)
+    yield
+    assert files(RESULTS) == before
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`run` of ponderlm and `vanilla`, where no checkpoint lies; other names are as they are."""
+    calibrate = import_module("benchmarks.calibrate")
+    load, methods = calibrate.load_weights, {"run": "ponderlm", "vanilla": "vanilla"}
+
+    def loaded(path: Path) -> Any:
+        if str(path) not in methods:
+            return load(path)
+        return SimpleNamespace(ponder=SimpleNamespace(method=methods[str(path)], options={"steps": 3})), None
+
+    monkeypatch.setattr(calibrate, "load_weights", loaded)
+
+
+def one_sentence(capsys: pytest.CaptureFixture[str]) -> str:
+    out, told = capsys.readouterr()
+    assert out == "" and told.startswith("error: ") and told.count("\n") == 1 and told.endswith(".\n"), (out, told)
+    return told
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_refused(line: str, runs: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(*shlex.split(line)) == 2
+    assert REFUSED[line] in one_sentence(capsys)
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_training_without_gpu(table: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert main("training", table) == 2
+    assert "needs a GPU" in one_sentence(capsys)
+
+
+def test_two_gpus_needs_its_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert main("training", "two-gpus") == 2
+    assert "torchrun --nproc-per-node 2" in one_sentence(capsys)
+
+
+@pytest.mark.parametrize("works", ["none", "vanilla 410m, captured"])
+def test_rows_that_all_fail_replace_no_table(works: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "training-baseline.md").write_text("measured")
+    before, seen = files(tmp_path), []
+
+    def measure(row: Any, args: Any) -> Any:
+        seen.append(row.name)
+        if row.name != works:
+            raise RuntimeError("no memory")
+        return dict(name=row.name, tokens_per_second_per_gpu=1.0, mfu=0.1, peak_gib=1.0, set_up_s=1.0, loss=1.0)
+
+    monkeypatch.setattr("benchmarks.training.measure", measure)
+    monkeypatch.setattr("benchmarks.training.table", lambda rows, args: f"{len(rows)} rows")
+    monkeypatch.setattr("benchmarks.training._in_use", lambda: 0)
+    for name, given in {"device_count": 1, "set_device": None, "empty_cache": None}.items():
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda *_, given=given: given)
+    assert main("training", "baseline", "--output", str(tmp_path)) == 1
+    assert seen == [row.name for row in TABLES["baseline"]]
+    if works == "none":
+        assert files(tmp_path) == before
+    else:
+        assert (tmp_path / "training-baseline.md").read_text() == "6 rows"
+
+
+def test_a_method_that_fails_leaves_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*_: Any) -> Any:
+        raise UserError("It went wrong.")
+
+    for name, function in {"run": run, "warm_up": lambda: None, "read_index": len, "load_tokenizer": len}.items():
+        monkeypatch.setattr(f"benchmarks.methods.{name}", function)
+    assert main("methods", "--only", "loop", "--output", str(tmp_path / "out")) == 2
+    assert "It went wrong." in one_sentence(capsys)
+    assert not (tmp_path / "out").exists()
+
+
+def test_results_are_written_both_or_none(tmp_path: Path) -> None:
+    write(tmp_path, "a", [1], "first\n")
+    before = files(tmp_path)
+    assert sorted(before) == ["a.json", "a.md"]
+    (tmp_path / "a.md.partial").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write(tmp_path, "a", [2], "second\n")
+    assert {name: (tmp_path / name).read_bytes() for name in before} == {
+        name: text for name, (_, text) in before.items()
+    }
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(script, "--help")
+    told = capsys.readouterr().out
+    assert ended.value.code == 0 and f"python -m benchmarks.{script}" in told
+    assert ("--output" in told) == (script != "calibrate")  # which only prints
+
+
+def test_every_script_is_tried() -> None:
+    assert {p.stem for p in RESULTS.parent.glob("*.py")} == {*SCRIPTS, "command", "report"}
