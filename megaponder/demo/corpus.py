@@ -27,18 +27,26 @@ SHORTEST_DOCUMENT = 200
 """Characters; shorter documents teach a model little but that texts end."""
 
 
+FEWEST_DOCUMENTS = 30
+"""So that the few hundredths of a validation part are at least one."""
+
+
 def gather(folder: Path, max_code_bytes: int) -> dict[str, Path]:
-    """Writes `code.jsonl` and `docs.jsonl` from the first modules that hold `max_code_bytes` of code; paths by name."""
+    """Writes `code.jsonl` and `docs.jsonl`; paths by name.
+
+    From the first modules that hold `max_code_bytes` of code and are `FEWEST_DOCUMENTS` at least.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     code: list[str] = []
     docs: list[str] = []
-    size = 0
+    size = documents = 0
     for module in map(split_module, library_modules()):
         if module is not None:
             code.append(module[0])
             docs.append(module[1])
             size += len(module[0].encode())
-        if size >= max_code_bytes:
+            documents += len(module[0]) >= SHORTEST_DOCUMENT
+        if size >= max_code_bytes and documents >= FEWEST_DOCUMENTS:
             break
     return {
         "code": write_jsonl(folder / "code.jsonl", code),
