@@ -123,6 +123,14 @@ def test_plan(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["estimate"]["steps"] == 7
 
 
+def test_plan_knows_what_its_gpu_can_do(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", run_file, "--precision.dtype", "bf16", "--precision.fp8"]
+    assert "the GPU has 8.0" in refused([*command, "delayed", "--gpu", "a100-80gb"], capsys)
+    assert "the nearest is current" in refused([*command, "blockwise", "--gpu", "l40s"], capsys)
+    for recipe, gpu in (("current", "l40s"), ("blockwise", "h200")):
+        assert main([*command, recipe, "--gpu", gpu]) == 0
+
+
 def test_plan_lists(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--presets"]) == 0
     assert "pythia-2.8b" in capsys.readouterr().out

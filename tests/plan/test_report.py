@@ -91,6 +91,12 @@ def test_gpus_by_name(name: str, key: str) -> None:
     assert find_gpu("Some other device") is None
 
 
+def test_gpus_with_an_fp8_peak_are_those_that_run_fp8() -> None:
+    assert {name for name, gpu in GPUS.items() if gpu.fp8_tflops} == {
+        n for n, g in GPUS.items() if g.capability >= (8, 9)
+    }
+
+
 def test_numbers_for_people() -> None:
     assert [si(x) for x in (0, 999, 1_420_396_544, 26.2e12, 9.4e20)] == ["0", "999", "1.42 G", "26.2 T", "940 E"]
     assert [duration(x) for x in (0.74, 59, 3600, 90061)] == ["0.74 s", "59 s", "1:00:00", "1 day, 1:01:01"]
