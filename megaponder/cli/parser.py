@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 from megaponder.config.fields import all_fields, nearest
 from megaponder.errors import UserError
 
-
 Commands = Any
 """What `add_subparsers` returns (argparse keeps the type private)."""
 
