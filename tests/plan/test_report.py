@@ -81,7 +81,7 @@ def test_tables_say_what_matters() -> None:
     assert "does not fit" in text_of(config(pipeline=1, micro=32), 16)
 
 
-def advised(cfg: RunConfig, world: int) -> dict[str, Any]:
+def advised(cfg: RunConfig, world: int) -> list[tuple[str, Any]]:
     """Fields and values that are advised; each is planned again and must need what the advice says."""
     plan = plan_of(cfg, world)
     assert max(stage.total for stage in plan.stages) > plan.gpu_memory_gib * GIB
@@ -95,14 +95,14 @@ def advised(cfg: RunConfig, world: int) -> dict[str, Any]:
     text = text_of(cfg, world)
     shown = [c for c in plan.savings if f"--{c.field} " in text]
     assert shown == ([c for c in plan.savings if c.fits][:3] or list(plan.savings[:1]))
-    return {c.field: c.value for c in shown}
+    return [(c.field, c.value) for c in shown]
 
 
 def test_what_is_advised_fits() -> None:
     cfg = config(pipeline=2, micro=8)
     cfg.precision.cuda_graphs = True
-    expected = {"precision.cuda_graphs": "auto", "train.micro_batch": 4, "parallel.recompute": "layer"}
-    assert advised(cfg, 4) == expected
+    expected = [("precision.cuda_graphs", "auto"), ("train.micro_batch", 4), ("parallel.recompute", "layer")]
+    assert advised(cfg, 4) == expected  # the least costly first
 
 
 def test_what_is_in_use_is_not_advised() -> None:
@@ -110,7 +110,7 @@ def test_what_is_in_use_is_not_advised() -> None:
     cfg.parallel.recompute = "layer"
     fields = {change.field for change in plan_of(cfg, 2).savings}
     assert not {"parallel.recompute", "parallel.distributed_optimizer"} & fields
-    assert advised(cfg, 2) == {"train.micro_batch": 32, "parallel.sequence": True, "parallel.tensor": 4}
+    assert advised(cfg, 2) == [("train.micro_batch", 32), ("parallel.sequence", True), ("parallel.tensor", 4)]
     assert "--parallel.tensor 4 --world-size 4" in text_of(cfg, 2)  # more ranks than there are GPUs
     assert "--parallel.sequence true  " in text_of(cfg, 2)
 
@@ -119,7 +119,7 @@ def test_where_nothing_alone_is_enough_the_largest_saving_is_named() -> None:
     cfg = config(pipeline=1, micro=32)
     cfg.parallel.distributed_optimizer, cfg.train.tokens = False, None
     cfg.data.sequence_length = cfg.model.max_positions = 65536
-    assert advised(cfg, 16) == {"train.micro_batch": 1}
+    assert advised(cfg, 16) == [("train.micro_batch", 1)]
     assert "parallel.distributed_optimizer" in {change.field for change in plan_of(cfg, 16).savings}
     assert "no single change would do; most is saved by" in text_of(cfg, 16)
 
