@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -75,6 +76,8 @@ def test_values_of_a_wrong_type(case: tuple[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         from_mapping({section: {field: value}})
     assert name in one_sentence(caught.value)
+    if advice := re.fullmatch(r"(?:did you mean|the default is) (.*)", caught.value.fix):
+        from_mapping({section: {field: yaml_file.parse(advice[1], "advice")}})
 
 
 @MANY

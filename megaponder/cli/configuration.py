@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from megaponder.config.facts import MethodFacts, facts_of
+from megaponder.config.gpus import Gpu
 from megaponder.config.load import load_config
 from megaponder.config.resolve import resolve
-from megaponder.config.rules import check
+from megaponder.config.rules import Machine, check
 from megaponder.config.schema import RunConfig
 from megaponder.errors import ConfigError, UserError
 
@@ -20,11 +21,13 @@ def load(path: str | None, overrides: list[str]) -> RunConfig:
     return resolve(load_config(path, overrides))
 
 
-def planned(path: str | None, overrides: list[str], world_size: int | None) -> tuple[RunConfig, Any, MethodFacts, int]:
+def planned(
+    path: str | None, overrides: list[str], world_size: int | None, gpu: Gpu
+) -> tuple[RunConfig, Any, MethodFacts, int]:
     """Configuration, method, facts and world size of a plan; the world is one replica unless given.
 
     The vocabulary comes from the preset, the configuration or the datasets' descriptions.  Datasets that are not on
-    this machine are taken on trust, if nothing else is wanted of them.
+    this machine are taken on trust, if nothing else is wanted of them; so are libraries, but not what the GPU can do.
     """
     cfg = load(path, overrides)
     if cfg.data.train and (cfg.model.vocab_size is None or _is_here(cfg)):
@@ -39,7 +42,8 @@ def planned(path: str | None, overrides: list[str], world_size: int | None) -> t
     method = method_of(cfg)
     facts = facts_of(method, cfg.train.seed)
     world_size = cfg.parallel.tensor * cfg.parallel.pipeline if world_size is None else world_size
-    check(cfg, facts, world_size)
+    there = Machine("cuda", gpu.capability, transformer_engine=True, grad_accum_kernel=True)
+    check(cfg, facts, world_size, there)
     return cfg, method, facts, world_size
 
 

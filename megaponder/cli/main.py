@@ -72,6 +72,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, ModuleType | None]:
     _refuse_empty(args)
     if getattr(module, "OVERRIDES", False):
         command_parser = parser.command_parser(args.command)
+        command_parser.refuse_value_of_switch(words, rest)
         for word in rest:  # a field has a dot; anything else was meant for the command
             name = word.partition("=")[0]
             if name.startswith("--") and "." not in name and name[2:] not in ("run", *sections()):

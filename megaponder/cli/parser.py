@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
+import re
 from typing import Any, NoReturn
 
 from megaponder.config.fields import all_fields, nearest
@@ -10,6 +13,25 @@ from megaponder.errors import UserError
 
 Commands = Any
 """What `add_subparsers` returns (argparse keeps the type private)."""
+
+
+def _sentence(name: str, action: argparse.Action, word: str | None) -> str:
+    """What is wrong with an option's value (None: there is none), and the nearest legal one."""
+    choices = [str(c) for c in action.choices or ()]
+    listed = ", ".join(choices)
+    if word is None:
+        return f"{name}: it needs a value; {f'choose from {listed}' if choices else f'write {name} {action.metavar}'}"
+    if action.nargs == 0:
+        return f"{name} = {word}: it takes no value; it means: {action.help}"
+    if choices:
+        close = nearest(word, choices)
+        fix = f"did you mean {close}" if close else f"choose from {listed}"
+        return f"{name} = {word}: there is no such choice; {fix}"
+    kind = "an integer" if action.type is int else "a number"
+    fix = "leave it out" if action.default is None else f"the default is {action.default}"
+    with contextlib.suppress(ValueError, OverflowError):
+        fix = f"the nearest is {round(float(word))}" if action.type is int else fix
+    return f"{name} = {word}: it must be {kind}; {fix}"
 
 
 class Parser(argparse.ArgumentParser):
@@ -22,16 +44,19 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """A UserError instead of usage and exit."""
-        action, _, wrong = message.partition("invalid choice: ")
-        if wrong:
-            word = wrong.split("'")[1] if "'" in wrong else wrong
-            close = nearest(word, self._choices())
-            fix = f"did you mean {close}" if close else f"choose from {', '.join(self._choices())}"
-            message = f"{action.removeprefix('argument ').rstrip(': ')} = {word}: there is no such choice; {fix}"
+        name, _, problem = message.removeprefix("argument ").partition(": ")
+        action = next((a for a in self._actions if argparse._get_action_name(a) == name), None)
+        if action is not None and problem.startswith(("expected", "invalid", "ignored")):
+            word = re.search(r"'.*?'|\".*?\"", problem)
+            message = _sentence(name, action, word[0][1:-1] if word else None)
         raise UserError(f"{self.prog}: {message} (see {self.prog} --help).")
 
-    def _choices(self) -> list[str]:
-        return [str(c) for action in self._actions if action.choices for c in action.choices]
+    def refuse_value_of_switch(self, words: list[str], unknown: list[str]) -> None:
+        """A UserError for a switch (--profile) followed by a word that nothing takes."""
+        for option, word in itertools.pairwise(words):
+            action = self._option_string_actions.get(option)
+            if action is not None and action.nargs == 0 and word in unknown and not word.startswith("-"):
+                self.error(f"argument {argparse._get_action_name(action)}: ignored explicit argument {word!r}")
 
     def refuse_unknown(self, words: list[str]) -> NoReturn:
         """Name the first word that no option takes, and the nearest option."""

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--mfu", args.mfu, "it must be more than 0 and at most 1", "use 0.4")
     from megaponder.cli.configuration import planned
 
-    cfg, method, facts, world_size = planned(args.config, args.overrides, args.world_size)
+    cfg, method, facts, world_size = planned(args.config, args.overrides, args.world_size, GPUS[args.gpu])
     from megaponder.plan.build import build_plan
     from megaponder.plan.report import print_plan
 

@@ -54,7 +54,8 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--profile",
         action="store_true",
-        help="write a profiler trace and a memory snapshot of two steps to RUN/profile",
+        help="write a profiler trace and a memory snapshot of two steps to RUN/profile; "
+        "--logging.profile_steps chooses the steps",
     )
     parser.add_argument("--preflight", action="store_true", help="check every process and its node, and stop")
 

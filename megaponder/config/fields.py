@@ -89,14 +89,25 @@ ALIASES = {
 }  # fmt: skip
 """Names that other systems use for our fields."""
 
+SPELLINGS = {
+    "yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false",
+    "transformer_engine": "te", "transformer-engine": "te", "pytorch": "local", "torch": "local",
+    "bfloat16": "bf16", "float32": "fp32", "full": "layer",
+}  # fmt: skip
+"""Words that other systems use for our values."""
+
 
 def nearest(wrong: str, legal: typing.Iterable[str], cutoff: float = 0.6) -> str | None:
     """The legal name that looks most like a wrong one.
 
-    Dotted names: the same last part or its alias first, then a like one in the same section, then anywhere.
+    The same word in other letters (BF16) first.  Dotted names: the same last part or its alias, then a like one in the
+    same section, then anywhere.
     `cutoff`: least likeness, from 0 to 1.
     """
     legal = list(legal)
+    for name in legal:
+        if name.lower() == wrong.lower():
+            return name
     section, dot, tail = wrong.rpartition(".")
     if ALIASES.get(tail) in legal:
         return ALIASES[tail]
@@ -117,20 +128,36 @@ def nearest(wrong: str, legal: typing.Iterable[str], cutoff: float = 0.6) -> str
     return tails[close[0]] if close else None
 
 
-def describe_type(kind: Any) -> str:
-    """A type in words: 'an integer', 'one of none, layer', 'a list of text or number'."""
+_WORDS = {int: "an integer", float: "a number", str: "text", type(None): "null"}
+
+
+def alternatives(kind: Any) -> list[str]:
+    """What a type takes: legal words as they are (true, auto, null), anything else described ('an integer')."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin is Literal:
-        return "one of " + ", ".join(str(a) for a in args)
     if origin in (Union, types.UnionType):
-        names = [describe_type(a) for a in args if a is not type(None)]
-        return " or ".join(names) + (" or null" if type(None) in args else "")
+        return [word for a in args for word in alternatives(a)]
+    if origin is Literal:
+        return [str(a) for a in args]
     if origin is list:
-        return "a list of " + describe_type(args[0]).removeprefix("an ").removeprefix("a ")
+        names = [name.removeprefix("an ").removeprefix("a ") + "s" for name in alternatives(args[0])]
+        return ["a list of " + " or ".join(names)]
     if origin is dict:
-        return "a mapping"
-    words = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
-    return words.get(kind, getattr(kind, "__name__", str(kind)))
+        return ["a mapping"]
+    return ["true", "false"] if kind is bool else [_WORDS.get(kind, getattr(kind, "__name__", str(kind)))]
+
+
+def describe_type(kind: Any) -> str:
+    """A type in words: 'an integer', 'one of none, layer', 'true, false or auto', 'a list of texts or numbers'."""
+    *first, last = alternatives(kind)
+    if typing.get_origin(kind) is Literal:
+        return "one of " + ", ".join([*first, last])
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def item_type(kind: Any) -> Any:
+    """Type of a list's items, also of a list that may be null."""
+    of_list = kind if typing.get_origin(kind) is list else next(a for a in typing.get_args(kind) if accepts(a, list))
+    return typing.get_args(of_list)[0]
 
 
 def accepts(kind: Any, wanted: type) -> bool:

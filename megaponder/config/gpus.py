@@ -1,4 +1,4 @@
-"""Known accelerators: dense peak throughput and memory.  Vendors' sparsity figures are halved."""
+"""Known accelerators: dense peak throughput, memory and compute capability.  Vendors' sparsity figures are halved."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ class Gpu:
     fp8_tflops: float | None
     memory_gib: float
     """What the driver reports as total, about."""
+    capability: tuple[int, int]
+    """Compute capability, which says what kernels a device has."""
 
 
 GPUS: dict[str, Gpu] = {
-    "h100-sxm": Gpu(989.4, 1978.9, 79.1),
-    "h100-pcie": Gpu(756.0, 1513.0, 79.1),
-    "h100-nvl": Gpu(835.0, 1671.0, 93.1),
-    "h200": Gpu(989.4, 1978.9, 139.8),
-    "gh200": Gpu(989.4, 1978.9, 94.5),
-    "a100-80gb": Gpu(312.0, None, 79.1),
-    "a100-40gb": Gpu(312.0, None, 39.4),
-    "b200": Gpu(2250.0, 4500.0, 178.0),
-    "l40s": Gpu(362.0, 733.0, 44.4),
+    "h100-sxm": Gpu(989.4, 1978.9, 79.1, (9, 0)),
+    "h100-pcie": Gpu(756.0, 1513.0, 79.1, (9, 0)),
+    "h100-nvl": Gpu(835.0, 1671.0, 93.1, (9, 0)),
+    "h200": Gpu(989.4, 1978.9, 139.8, (9, 0)),
+    "gh200": Gpu(989.4, 1978.9, 94.5, (9, 0)),
+    "a100-80gb": Gpu(312.0, None, 79.1, (8, 0)),
+    "a100-40gb": Gpu(312.0, None, 39.4, (8, 0)),
+    "b200": Gpu(2250.0, 4500.0, 178.0, (10, 0)),
+    "l40s": Gpu(362.0, 733.0, 44.4, (8, 9)),
 }
 DEFAULT_GPU = "h100-sxm"
 

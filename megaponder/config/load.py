@@ -6,6 +6,7 @@ pydantic does the typing: it validates the standard dataclasses of the schema st
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -17,7 +18,17 @@ from typing import Any
 import pydantic
 
 from megaponder.config import yaml_file
-from megaponder.config.fields import FREE, accepts, all_fields, describe_type, nearest, sections
+from megaponder.config.fields import (
+    FREE,
+    SPELLINGS,
+    accepts,
+    all_fields,
+    alternatives,
+    describe_type,
+    item_type,
+    nearest,
+    sections,
+)
 from megaponder.config.overrides import parse_overrides
 from megaponder.config.schema import RunConfig
 from megaponder.errors import ConfigError
@@ -133,14 +144,24 @@ def _as_config_error(error: pydantic.ValidationError) -> ConfigError:
     parts = [str(p) for p in first["loc"]]
     name = next((".".join(parts[:n]) for n in (2, 1) if ".".join(parts[:n]) in all_fields()), ".".join(parts))
     field, value = all_fields()[name], first["input"]
+    is_item = any(isinstance(place, int) for place in first["loc"])
+    fix = _legal_spelling(item_type(field.type) if is_item else field.type, value)
     rule = f"it must be {describe_type(field.type)}"
-    if accepts(field.type, int) and isinstance(value, float) and value.is_integer():
-        return ConfigError(name, value, rule, f"write {int(value)}")
-    if accepts(field.type, list) and isinstance(value, str | int | float):
-        return ConfigError(name, value, rule, f"write [{value}]")
-    words = [w for w in rule.replace("it must be ", "").replace("one of ", "").replace(" or ", ", ").split(", ") if w]
-    close = nearest(str(value), words) if isinstance(value, str) else None
-    return ConfigError(name, value, rule, f"write {close}" if close else f"the default is {show(field.default)}")
+    return ConfigError(name, value, rule, fix or f"the default is {show(field.default)}")
+
+
+def _legal_spelling(kind: Any, value: Any) -> str | None:
+    """Advice to write a value as the type takes it (3.0 as 3, a as [a]), or as the legal word that is like it."""
+    if accepts(kind, int) and isinstance(value, float) and value.is_integer():
+        return f"write {int(value)}"
+    if accepts(kind, list):
+        with contextlib.suppress(pydantic.ValidationError):
+            pydantic.TypeAdapter(kind).validate_python([value], strict=True)
+            return f"write [{value}]"
+    if not isinstance(value, str | int):
+        return None
+    close = nearest(SPELLINGS.get(str(value).lower(), str(value)), [w for w in alternatives(kind) if " " not in w])
+    return f"did you mean {close}" if close else None
 
 
 def show(value: Any) -> str:

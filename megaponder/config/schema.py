@@ -129,7 +129,7 @@ class PrecisionConfig:
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Format of parameters and activations; bf16 keeps FP32 master weights, gradients and optimizer state."""
     fp8: Literal["none", "delayed", "current", "blockwise"] = "none"
-    """FP8 recipe of the linear layers (Transformer Engine, Hopper or newer)."""
+    """FP8 recipe of the linear layers (Transformer Engine; compute capability 8.9 or newer, for blockwise 9.0)."""
     implementation: Literal["auto", "local", "te"] = "auto"
     """Layers: PyTorch (local), Transformer Engine (te), or te where it is installed and a GPU is present (auto)."""
     fp8_bf16_layers: int = 0

@@ -72,17 +72,22 @@ def read(path: str | os.PathLike[str]) -> Any:
             raise ConfigError("configuration file", str(path), "it is a pipe or a device", "name a YAML file")
         return parse(path.read_text(encoding="utf-8"), str(path))
     except FileNotFoundError:
-        folder = path.parent
-        there = sorted(p.name for p in folder.iterdir() if p.suffix in (".yaml", ".yml")) if folder.is_dir() else []
+        folder, there = path.parent, _yaml_files(path.parent)
         close = {Path(name).stem: name for name in there}.get(nearest(path.stem, [Path(n).stem for n in there]) or "")
         fix = f"did you mean {folder / close}?" if close else f"{folder} has {', '.join(there[:8]) or 'no YAML file'}"
         raise ConfigError("configuration file", str(path), "there is no such file", fix.rstrip("?")) from None
     except IsADirectoryError:
-        raise ConfigError(
-            "configuration file", str(path), "this is a folder", f"name a file, for example {path / 'config.yaml'}"
-        ) from None
+        there = _yaml_files(path)
+        fix = f"name a file, for example {path / there[0]}" if there else "name a YAML file; it has none"
+        raise ConfigError("configuration file", str(path), "this is a folder", fix) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("configuration file", str(path), f"it cannot be read ({error})", "check it") from None
+
+
+def _yaml_files(folder: Path) -> list[str]:
+    """Names of the YAML files of a folder but hidden ones, which belong to tools."""
+    names = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
+    return [name for name in names if name.endswith((".yaml", ".yml")) and not name.startswith(".")]
 
 
 _YAML_1_1 = re.compile(r"(?i)y|n|yes|no|on|off|[-+]?\d[\d_]*(:[0-5]?\d)+(\.\d*)?")

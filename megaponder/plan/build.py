@@ -10,6 +10,7 @@ from megaponder.config.facts import MethodFacts
 from megaponder.config.gpus import Gpu
 from megaponder.config.rules.layout import choose_group
 from megaponder.config.schema import RunConfig
+from megaponder.plan.advice import Change, savings
 from megaponder.plan.flops import StepFlops, mean_executed, mean_needed, step_flops
 from megaponder.plan.memory import GIB, Memory, rank_memory, settle_graphs
 from megaponder.plan.parameters import Parameters, model_parameters, rank_parameters
@@ -50,9 +51,11 @@ class Plan:
     estimate: Estimate
     mfu: float
     peak_tflops: float
-    gpu_memory_gib: float | None
+    gpu_memory_gib: float
     gives_graphs_up: bool
     """Captured passes would not fit, and `precision.cuda_graphs: auto` leaves them out."""
+    savings: tuple[Change, ...]
+    """Where the plan does not fit: single changes that save memory, those with which it fits first."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -81,9 +84,10 @@ def build_plan(cfg: RunConfig, method: Any, facts: MethodFacts, world_size: int,
     )
     te = cfg.precision.implementation != "local"
     stages = range(par.pipeline)
-    settled = cfg
-    if te and gpu.memory_gib is not None:
-        settled = settle_graphs(cfg, facts, passes, world_size, gpu.memory_gib * GIB, own)
+    room = gpu.memory_gib * GIB
+    settled = settle_graphs(cfg, facts, passes, world_size, room, own) if te else cfg
+    memory = tuple(rank_memory(settled, facts, passes, world_size, stage, own, te) for stage in stages)
+    fits = max(stage.total for stage in memory) <= room
     peak = cfg.logging.peak_tflops or gpu.bf16_tflops
     return Plan(
         layout=Layout(
@@ -101,11 +105,12 @@ def build_plan(cfg: RunConfig, method: Any, facts: MethodFacts, world_size: int,
         flops=step_flops(cfg, method),
         needed=mean_needed(cfg, method),
         executed=mean_executed(cfg, method),
-        stages=tuple(rank_memory(settled, facts, passes, world_size, stage, own, te) for stage in stages),
+        stages=memory,
         stage_parameters=tuple(rank_parameters(cfg, facts, stage, own).total for stage in stages),
         estimate=estimate(cfg, method, world_size, mfu, peak),
         mfu=mfu,
         peak_tflops=peak,
         gpu_memory_gib=gpu.memory_gib,
         gives_graphs_up=settled is not cfg,
+        savings=() if fits else savings(cfg, facts, passes, world_size, room, own, te),
     )

@@ -148,6 +148,14 @@ def rank_memory(
     )
 
 
+def fullest(
+    cfg: RunConfig, facts: MethodFacts, passes: Sequence[PassLike], world_size: int, method_parameters: int, te: bool
+) -> int:
+    """Bytes of the fullest stage's GPU."""
+    stages = range(cfg.parallel.pipeline)
+    return max(rank_memory(cfg, facts, passes, world_size, s, method_parameters, te).total for s in stages)
+
+
 def settle_graphs(
     cfg: RunConfig, facts: MethodFacts, passes: Sequence[PassLike], world_size: int, gpu_bytes: float,
     method_parameters: int = 0,
@@ -156,8 +164,7 @@ def settle_graphs(
     eager = replace(cfg, precision=replace(cfg.precision, cuda_graphs=False))
 
     def worst(one: RunConfig) -> int:
-        stages = range(cfg.parallel.pipeline)
-        return max(rank_memory(one, facts, passes, world_size, s, method_parameters, te=True).total for s in stages)
+        return fullest(one, facts, passes, world_size, method_parameters, te=True)
 
     return eager if cfg.precision.cuda_graphs == "auto" and worst(eager) <= gpu_bytes < worst(cfg) else cfg
 

@@ -8,6 +8,7 @@ from datetime import timedelta
 from rich.console import Console
 from rich.table import Table
 
+from megaponder.config.load import show
 from megaponder.config.schema import RunConfig
 from megaponder.plan.build import Plan
 from megaponder.plan.memory import GIB, Memory
@@ -94,6 +95,29 @@ def memory_table(plan: Plan) -> Table:
     return table
 
 
+def _verdict(plan: Plan) -> str:
+    """Whether the plan fits, and if not, the options that would help, with GiB of the fullest GPU."""
+    worst = max(m.total for m in plan.stages) / GIB
+    eager = " with passes that are not captured as CUDA graphs" if plan.gives_graphs_up else ""
+    needs = f"the fullest GPU needs {worst:.1f} of {plan.gpu_memory_gib:.1f} GiB{eager}: "
+    if worst <= plan.gpu_memory_gib:
+        return needs + "fits"
+    needs += "[bold red]does not fit[/bold red]; "
+    helping = [c for c in plan.savings if c.fits][:3]
+    if helping:
+        needs += "it would with any one of"
+    elif plan.savings:
+        helping = [plan.savings[0]]
+        needs += "no single change would do; most is saved by"
+    else:
+        needs += "no single change saves memory"
+    for c in helping:
+        option = f"--{c.field} {show(c.value)}"
+        option += f" --world-size {c.world_size}" if c.world_size != plan.layout.world_size else ""
+        needs += f"\n  {option:<50} {c.total / GIB:.1f} GiB"
+    return needs
+
+
 def _stages_shown(plan: Plan) -> list[int]:
     """First, second, middle and last: the stages between them differ only in the passes in flight."""
     n = len(plan.stages)
@@ -130,14 +154,7 @@ def print_plan(cfg: RunConfig, plan: Plan, console: Console) -> None:
     again = f", executed {si(plan.executed)} with recompute" if plan.executed > plan.needed else ""
     console.print(f"training: needed {si(plan.needed)} a token (3 x forward){again}", end="\n\n")
     _show(console, memory_table(plan))
-    worst = max(m.total for m in plan.stages) / GIB
-    if plan.gpu_memory_gib is not None:
-        fits = worst <= plan.gpu_memory_gib
-        verdict = "fits" if fits else "[bold red]does not fit[/bold red]: try recompute, more tensor or pipeline ranks"
-        eager = " with passes that are not captured as CUDA graphs" if plan.gives_graphs_up else ""
-        console.print(
-            f"the fullest GPU needs {worst:.1f} of {plan.gpu_memory_gib:.1f} GiB{eager}: {verdict}", end="\n\n"
-        )
+    console.print(_verdict(plan), end="\n\n")
     table = _table(f"Time at {plan.mfu:.0%} MFU of {plan.peak_tflops:g} TFLOP/s (BF16 peak)", "", "")
     table.show_header = False
     table.columns[1].justify = "left"

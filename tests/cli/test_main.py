@@ -58,7 +58,19 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["train", "RUN"], "data.train"),
         (["train", "RUN", "--data.train", "nowhere/x"], "nowhere/x"),
         (["plan", "RUN", "--world-siz", "3"], "did you mean --world-size"),
-        (["plan", "RUN", "--world-size", "x"], "invalid int value"),
+        (["train", "RUN", "--train.steps", "5", "--profile", "3"], "--profile = 3: it takes no value"),
+        (["train", "RUN", "--profile", "3"], "--logging.profile_steps chooses the steps (see"),
+        (["train", "RUN", "--profile=3"], "--profile = 3: it takes no value; it means: write a profiler trace"),
+        (["train", "RUN", "--train.steps", "5", "3", "--profile"], "--train.steps = '5 3': it takes one value"),
+        (["plan", "RUN", "--world-size", "two"], "--world-size = two: it must be an integer; leave it out"),
+        (["plan", "RUN", "--world-size", "1e3"], "--world-size = 1e3: it must be an integer; the nearest is 1000"),
+        (["plan", "RUN", "--world-size", "inf"], "--world-size = inf: it must be an integer; leave it out"),
+        (["plan", "RUN", "--world-size"], "--world-size: it needs a value; write --world-size N"),
+        (["plan", "RUN", "--mfu", "half"], "--mfu = half: it must be a number; the default is 0.4"),
+        (["plan", "RUN", "--gpu"], "--gpu: it needs a value; choose from h100-sxm, h100-pcie"),
+        (["plan", "RUN", "--gpu", "H200"], "did you mean h200"),
+        (["plan", "RUN", "--gpu", "a'b"], "--gpu = a'b: there is no such choice; choose from h100-sxm"),
+        (["inspect"], "the following arguments are required: PATH"),
         (["plan", "RUN", "--world-size", "0"], "it must be at least 1"),
         (["plan", "RUN", "--mfu", "1.5"], "--mfu = 1.5: it must be more than 0"),
         (["plan", "RUN", "--gpu", "h100-smx"], "did you mean h100-sxm"),
@@ -121,6 +133,14 @@ def test_plan(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "16 = tensor 2 x pipeline 1 x data 8" in text and "2 passes each" in text
     assert main(["plan", run_file, "--json", "--train.steps", "7"]) == 0
     assert json.loads(capsys.readouterr().out)["estimate"]["steps"] == 7
+
+
+def test_plan_knows_what_its_gpu_can_do(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", run_file, "--precision.dtype", "bf16", "--precision.fp8"]
+    assert "the GPU has 8.0" in refused([*command, "delayed", "--gpu", "a100-80gb"], capsys)
+    assert "the nearest is current" in refused([*command, "blockwise", "--gpu", "l40s"], capsys)
+    for recipe, gpu in (("current", "l40s"), ("blockwise", "h200")):
+        assert main([*command, recipe, "--gpu", gpu]) == 0
 
 
 def test_plan_lists(capsys: pytest.CaptureFixture[str]) -> None:

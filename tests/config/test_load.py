@@ -115,11 +115,28 @@ def test_null_on_the_command_line(tmp_path: Path) -> None:
         ("data: {train: [.nan, a]}", "data.train", "nan: it must be a finite number"),
         ("optimizer: {lr: abc}", "optimizer.lr", "it must be a number"),
         ("parallel: {sequence: 1}", "parallel.sequence", "it must be true or false"),
-        ("precision: {dtype: bf61}", "precision.dtype", "one of fp32, bf16; write bf16"),
-        ("model: {init_output_scale: foo}", "model.init_output_scale", "a number or one of auto"),
-        ("data: {train: wiki}", "data.train", "it must be a list of text or a number; write [wiki]"),
+        ("precision: {dtype: bf61}", "precision.dtype", "one of fp32, bf16; did you mean bf16"),
+        ("precision: {dtype: BF16}", "precision.dtype", "did you mean bf16"),
+        ("precision: {dtype: bfloat16}", "precision.dtype", "did you mean bf16"),
+        ("precision: {implementation: transformer_engine}", "precision.implementation", "did you mean te"),
+        ("precision: {cuda_graphs: yes}", "precision.cuda_graphs", "true, false or auto; did you mean true"),
+        ("precision: {cuda_graphs: 0}", "precision.cuda_graphs", "did you mean false"),
+        ("precision: {cuda_graphs: 1.0}", "precision.cuda_graphs", "the default is auto"),
+        ("train: {deterministic: Off}", "train.deterministic", "true or false; did you mean false"),
+        ("logging: {profile_steps: [a, 2]}", "logging.profile_steps", "a list of integers; the default is []"),
+        ("logging: {profile_steps: [1.5, 2]}", "logging.profile_steps", "a list of integers; the default is []"),
+        ("logging: {profile_steps: [1, 2.0]}", "logging.profile_steps", "a list of integers; write 2."),
+        ("logging: {profile_ranks: [a]}", "logging.profile_ranks", "a list of integers; the default is [0]"),
+        ("logging: {profile_ranks: a}", "logging.profile_ranks", "a list of integers; the default is [0]"),
+        ("logging: {profile_ranks: 3}", "logging.profile_ranks", "a list of integers; write [3]"),
+        ("model: {init_output_scale: foo}", "model.init_output_scale", "a number or auto"),
+        ("data: {train: wiki}", "data.train", "it must be a list of texts or numbers; write [wiki]"),
         ("data: {train: [[a]]}", "data.train", "it must be a list"),
-        ("train: {batch_rampup: [1, 2.5, 3]}", "train.batch_rampup", "it must be a list of integer"),
+        (
+            "train: {batch_rampup: [1, 2.5, 3]}",
+            "train.batch_rampup",
+            "it must be a list of integers or null; the default is null",
+        ),
         ("ponder: {options: 3}", "ponder.options", "it must be a mapping"),
         ("run: 3", "run", "it must be text"),
         ("model: 3", "model", "this is a section; its fields are: model.preset"),
@@ -176,8 +193,13 @@ def test_missing_files_name_their_neighbours(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="there is no such file") as caught:
             load_config(tmp_path / name, [])
         assert words in str(caught.value)
-    with pytest.raises(ConfigError, match="this is a folder"):
+    with pytest.raises(ConfigError, match=f"this is a folder; name a file, for example {tmp_path / 'llama.yaml'}"):
         load_config(tmp_path, [])
+    (tmp_path / "llama.yaml").rename(tmp_path / ".hidden.yaml")
+    with pytest.raises(ConfigError, match="this is a folder; name a YAML file; it has none"):
+        load_config(tmp_path, [])
+    with pytest.raises(ConfigError, match="has no YAML file"):
+        load_config(tmp_path / "hidden.yaml", [])
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(tmp_path / "binary.yaml", [])

@@ -20,6 +20,7 @@ from tests.config.make import config
 
 CPU = Machine("cpu")
 H100 = Machine("cuda", (9, 0), transformer_engine=True, grad_accum_kernel=False)
+L40S = Machine("cuda", (8, 9), transformer_engine=True)
 A100 = Machine("cuda", (8, 0), transformer_engine=True)
 PASSES4 = MethodFacts(max_passes=4)
 FP8 = {"precision__fp8": "current", "precision__dtype": "bf16"}
@@ -182,7 +183,14 @@ BROKEN: list[Broken] = [
     broken("precision.fp8", "needs precision.dtype = bf16", precision__fp8="delayed"),
     broken("precision.fp8", "local", precision__implementation="local", **FP8),
     broken("precision.fp8", "missing here", machine=CPU, **FP8),
-    broken("precision.fp8", "this GPU has (8, 0)", machine=A100, **FP8),
+    broken("precision.fp8", "8.9 (Ada) or newer, and the GPU has 8.0; use none", machine=A100, **FP8),
+    broken(
+        "precision.fp8",
+        "9.0 (Hopper) or newer, and the GPU has 8.9; the nearest is current",
+        machine=L40S,
+        precision__fp8="blockwise",
+        precision__dtype="bf16",
+    ),
     broken("precision.implementation", "missing here", machine=CPU, precision__implementation="te"),
     broken(
         "precision.grad_accum_fusion",
@@ -231,6 +239,7 @@ def test_every_rule_has_a_case_here() -> None:
         (2, PASSES4, CPU, {"parallel__pipeline": 2, "train__global_batch": 5}),
         (2, MethodFacts(), CPU, {"parallel__pipeline": 2, "train__global_batch": 1}),  # 1F1B runs any number
         (8, PASSES4, H100, {**FP8, "parallel__distributed_optimizer": True, "precision__implementation": "te"}),
+        (1, PASSES4, L40S, FP8),
         (1, PASSES4, None, {"train__batch_rampup": [32, 32, 5000]}),
         (1, MethodFacts(), None, {"train__tokens": 10 * 256 * 2048, "train__steps": 10}),
         (1, MethodFacts(), None, {"data__train": [0.2, "a", 0.8, "b"], "data__valid": ["c"]}),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -14,6 +16,7 @@ from megaponder.config.load import from_mapping
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import RunConfig
 from megaponder.plan.build import Plan, build_plan
+from megaponder.plan.memory import GIB
 from megaponder.plan.report import duration, print_plan, si
 from megaponder.ponder.settings import method_of
 
@@ -78,6 +81,49 @@ def test_tables_say_what_matters() -> None:
     assert "does not fit" in text_of(config(pipeline=1, micro=32), 16)
 
 
+def advised(cfg: RunConfig, world: int) -> list[tuple[str, Any]]:
+    """Fields and values that are advised; each is planned again and must need what the advice says."""
+    plan = plan_of(cfg, world)
+    assert max(stage.total for stage in plan.stages) > plan.gpu_memory_gib * GIB
+    for change in plan.savings:
+        one = copy.deepcopy(cfg)
+        section, _, name = change.field.partition(".")
+        setattr(getattr(one, section), name, change.value)
+        again = plan_of(one, change.world_size)
+        assert max(stage.total for stage in again.stages) == change.total
+        assert change.fits == (change.total <= again.gpu_memory_gib * GIB)
+    text = text_of(cfg, world)
+    shown = [c for c in plan.savings if f"--{c.field} " in text]
+    assert shown == ([c for c in plan.savings if c.fits][:3] or list(plan.savings[:1]))
+    return [(c.field, c.value) for c in shown]
+
+
+def test_what_is_advised_fits() -> None:
+    cfg = config(pipeline=2, micro=8)
+    cfg.precision.cuda_graphs = True
+    expected = [("precision.cuda_graphs", "auto"), ("train.micro_batch", 4), ("parallel.recompute", "layer")]
+    assert advised(cfg, 4) == expected  # the least costly first
+
+
+def test_what_is_in_use_is_not_advised() -> None:
+    cfg = config(pipeline=1, micro=64)
+    cfg.parallel.recompute = "layer"
+    fields = {change.field for change in plan_of(cfg, 2).savings}
+    assert not {"parallel.recompute", "parallel.distributed_optimizer"} & fields
+    assert advised(cfg, 2) == [("train.micro_batch", 32), ("parallel.sequence", True), ("parallel.tensor", 4)]
+    assert "--parallel.tensor 4 --world-size 4" in text_of(cfg, 2)  # more ranks than there are GPUs
+    assert "--parallel.sequence true  " in text_of(cfg, 2)
+
+
+def test_where_nothing_alone_is_enough_the_largest_saving_is_named() -> None:
+    cfg = config(pipeline=1, micro=32)
+    cfg.parallel.distributed_optimizer, cfg.train.tokens = False, None
+    cfg.data.sequence_length = cfg.model.max_positions = 65536
+    assert advised(cfg, 16) == [("train.micro_batch", 1)]
+    assert "parallel.distributed_optimizer" in {change.field for change in plan_of(cfg, 16).savings}
+    assert "no single change would do; most is saved by" in text_of(cfg, 16)
+
+
 @pytest.mark.parametrize(
     ("name", "key"),
     [
@@ -89,6 +135,12 @@ def test_tables_say_what_matters() -> None:
 def test_gpus_by_name(name: str, key: str) -> None:
     assert find_gpu(name) is GPUS[key]
     assert find_gpu("Some other device") is None
+
+
+def test_gpus_with_an_fp8_peak_are_those_that_run_fp8() -> None:
+    assert {name for name, gpu in GPUS.items() if gpu.fp8_tflops} == {
+        n for n, g in GPUS.items() if g.capability >= (8, 9)
+    }
 
 
 def test_numbers_for_people() -> None:

@@ -26,8 +26,8 @@ def check(
 ) -> None:
     """Raise ConfigError for the first broken rule of a resolved configuration.
 
-    `machine` is where the run will happen (None: not known, as in a plan for another cluster; rules about devices and
-    installed kernels are then left out).  `needs_data` asks for the dataset files too.
+    `machine` is where the run will happen, for a plan one with the GPU that it counts on (None: not known; rules about
+    devices and installed kernels are then left out).  `needs_data` asks for the dataset files too.
     """
     case = Case(cfg, facts, world_size, machine, needs_data)
     for rule in RULES:

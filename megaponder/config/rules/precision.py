@@ -78,10 +78,12 @@ def machine_has_the_kernels(c: Case) -> None:
     require(te or p.implementation != "te", "precision.implementation", p.implementation, rule, "use auto or local")
     if p.fp8 != "none":
         require(te, "precision.fp8", p.fp8, rule, "use none, or install megaponder[gpu] on a machine with a GPU")
-        rule = f"it needs compute capability 8.9 or newer, and this GPU has {here.capability}"
-        require((here.capability or (0, 0)) >= (8, 9), "precision.fp8", p.fp8, rule, "use none")
-        rule = "blockwise scaling needs compute capability 9.0 (Hopper) or newer"
-        ok = p.fp8 != "blockwise" or (here.capability or (0, 0)) >= (9, 0)
+        capability = here.capability or (0, 0)
+        has = f"and the GPU has {capability[0]}.{capability[1]}"
+        rule = f"it needs compute capability 8.9 (Ada) or newer, {has}"
+        require(capability >= (8, 9), "precision.fp8", p.fp8, rule, "use none")
+        rule = f"blockwise scaling needs compute capability 9.0 (Hopper) or newer, {has}"
+        ok = p.fp8 != "blockwise" or capability >= (9, 0)
         require(ok, "precision.fp8", p.fp8, rule, "the nearest is current")
     rule = "a GPU is missing here"
     require(

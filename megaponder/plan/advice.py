@@ -1,0 +1,80 @@
+"""What would make a plan fit: single changes of the configuration, each computed by the planner itself."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megaponder.config.facts import MethodFacts, PassLike
+from megaponder.config.fields import value_of
+from megaponder.config.rules import check
+from megaponder.config.rules.case import divisors
+from megaponder.config.schema import RunConfig
+from megaponder.errors import ConfigError
+from megaponder.plan.memory import fullest, settle_graphs
+
+NODE = 8
+"""GPUs of a node, beyond which tensor parallelism is slow."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One field with another value, all else as it is."""
+
+    field: str
+    value: Any
+    world_size: int
+    """More than the plan's where a replica would need more GPUs."""
+    total: int
+    """Bytes of the fullest GPU."""
+    fits: bool
+
+
+def savings(
+    cfg: RunConfig, facts: MethodFacts, passes: Sequence[PassLike], world_size: int, gpu_bytes: float,
+    method_parameters: int, te: bool,
+) -> tuple[Change, ...]:  # fmt: skip
+    """Legal changes that save memory: those that fit, the least costly first, then the others, largest saving first."""
+    found, now = [], fullest(cfg, facts, passes, world_size, method_parameters, te)
+    for field, values in _candidates(cfg):
+        best: Change | None = None
+        for value in values:
+            one = _changed(cfg, field, value)
+            world = max(world_size, one.parallel.tensor * one.parallel.pipeline)
+            try:
+                check(one, facts, world)
+            except ConfigError:
+                continue
+            settled = settle_graphs(one, facts, passes, world, gpu_bytes, method_parameters) if te else one
+            total = fullest(settled, facts, passes, world, method_parameters, te)
+            if best is None or total < best.total:
+                best = Change(field, value, world, total, total <= gpu_bytes)
+            if best.fits:
+                break
+        if best is not None and best.total < now:
+            found.append(best)
+    return tuple(sorted(found, key=lambda c: (not c.fits, 0 if c.fits else c.total)))
+
+
+def _candidates(cfg: RunConfig) -> Iterator[tuple[str, list[Any]]]:
+    """Fields and the values to try, mildest first; what is in use already saves nothing and drops out."""
+    par, batch = cfg.parallel, cfg.train.micro_batch
+    assert cfg.model.num_layers and cfg.model.num_heads
+    yield "precision.cuda_graphs", ["auto", False]
+    yield "train.micro_batch", [d for d in reversed(divisors(batch)) if d < batch]
+    yield "parallel.distributed_optimizer", [True]
+    yield "parallel.sequence", [True]
+    yield "parallel.recompute", ["layer"]
+    yield "parallel.recompute_layers", [None]
+    yield "parallel.recompute_passes", [None]
+    yield "parallel.tensor", [d for d in divisors(cfg.model.num_heads) if par.tensor < d <= NODE]
+    yield "parallel.pipeline", [d for d in divisors(cfg.model.num_layers) if par.pipeline < d <= 4 * par.pipeline]
+
+
+def _changed(cfg: RunConfig, field: str, value: Any) -> RunConfig:
+    section, _, name = field.rpartition(".")
+    cfg = copy.deepcopy(cfg)
+    setattr(value_of(cfg, section), name, value)
+    return cfg
