@@ -27,10 +27,11 @@ def _sentence(name: str, action: argparse.Action, word: str | None) -> str:
         close = nearest(word, choices)
         fix = f"did you mean {close}" if close else f"choose from {listed}"
         return f"{name} = {word}: there is no such choice; {fix}"
-    kind = "an integer" if action.type is int else "a number"
+    whole = getattr(action.type, "__name__", "") == "int"  # int itself, or a range of it
+    kind = "an integer" if whole else "a number"
     fix = "leave it out" if action.default is None else f"the default is {action.default}"
     with contextlib.suppress(ValueError, OverflowError):
-        fix = f"the nearest is {round(float(word))}" if action.type is int else fix
+        fix = f"the nearest is {round(float(word))}" if whole else fix
     return f"{name} = {word}: it must be {kind}; {fix}"
 
 
