@@ -7,6 +7,7 @@ import math
 from megaponder.config.facts import facts_of
 from megaponder.config.resolve import init_std
 from megaponder.config.rules import Case, model
+from megaponder.config.rules.run import counts_are_possible
 from megaponder.config.schema import RunConfig
 from megaponder.ponder.base import Method, Shape, build_method
 
@@ -43,5 +44,5 @@ def initialisation(cfg: RunConfig, method: Method) -> tuple[str, float, float]:
 def check_shape(cfg: RunConfig) -> None:
     """ConfigError for a resolved configuration of which no model can be built, wherever it came from."""
     case = Case(cfg, facts_of(method_of(cfg), cfg.train.seed), 1)
-    for rule in model.SHAPES:
+    for rule in (counts_are_possible, *model.SHAPES):
         rule(case)
