@@ -129,7 +129,9 @@ def _heed() -> None:
 
 def begun(script: Path, fakes: Path, torchrun: str, **more: str) -> subprocess.Popen[str]:
     """A script whose torchrun has said `begun`."""
-    program(fakes, "torchrun", f"{torchrun}\necho begun\nfor i in {{1..200}}; do {LOOK}; sleep 0.05; done; exit 9")
+    # not `sleep` alone: bash 5.2 sends itself SIGINT for ever if one arrives as a command in the foreground ends
+    turns = f"for i in {{1..200}}; do {LOOK}; sleep 0.05 & wait $!; done"
+    program(fakes, "torchrun", f"{torchrun}\necho begun\n{turns}; exit 9")
     command = ["bash", str(script), "c.yaml"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(command, env=environment(fakes, **more), text=True, preexec_fn=_heed, **pipes)

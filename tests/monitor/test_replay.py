@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,9 @@ def test_wandb_offline_keeps_the_runs_id(run: Path, monkeypatch: pytest.MonkeyPa
     name = (run / "run_id").read_text().strip()
     [stored] = (run / "wandb").glob(f"offline-run-*-{name}")
     [log] = stored.glob(f"run-{name}.wandb")
-    data = log.read_bytes()
+    deadline = time.monotonic() + 20  # a process of wandb's own writes it
+    while (data := log.read_bytes()).count(b"ponder/mean_depth") < 3 and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert data.count(b"ponder/mean_depth") >= 3 and b"train/step" in data
 
 
