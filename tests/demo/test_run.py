@@ -1,19 +1,39 @@
-"""`megaponder demo --quick`, whole: what a newcomer starts with."""
+"""What the demo refuses to replace, and what it says about steps that were trained twice."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
 
-def test_all_steps_end_and_leave_what_they_promise(tmp_path: Path) -> None:
-    out = tmp_path / "demo"
-    command = [sys.executable, "-m", "megaponder", "demo", "--quick", "--out", str(out)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
-    assert (out / "validation.png").stat().st_size > 1000 and "validation" in ended.stdout
-    for name in ("vanilla", "ponderlm"):  # the second was killed half way and went on
-        rows = [json.loads(line) for line in (out / name / "metrics.jsonl").read_text().splitlines()]
-        assert [row["step"] for row in rows] == list(range(1, rows[-1]["step"] + 1)) and len(rows) > 4
+from megaponder.demo.run import MARKER, claim, repeated_steps
+from megaponder.errors import UserError
+
+
+def test_only_its_own_folder_is_replaced(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    claim(own)
+    (own / "old.txt").write_text("x")
+    claim(own)
+    assert [p.name for p in own.iterdir()] == [MARKER]
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.tex").write_text("x")
+    with pytest.raises(UserError, match="was not made by the demo"):
+        claim(other)
+    with pytest.raises(UserError, match="is a file"):
+        claim(other / "thesis.tex")
+    assert (other / "thesis.tex").read_text() == "x"
+
+
+def test_repeated_steps_are_compared(tmp_path: Path) -> None:
+    def write(name: str, losses: dict[int, float]) -> None:
+        (tmp_path / name).write_text("".join(json.dumps({"step": s, "loss": x}) + "\n" for s, x in losses.items()))
+
+    write("metrics.jsonl", {5: 4.0, 10: 3.0, 15: 2.0})
+    assert "No logged step" in repeated_steps(tmp_path)
+    write("metrics.superseded.jsonl", {10: 3.0})
+    assert "exactly the same losses" in repeated_steps(tmp_path)
+    write("metrics.superseded.jsonl", {10: 3.5})
+    assert "differ by up to 5.0e-01" in repeated_steps(tmp_path)
