@@ -181,16 +181,13 @@ def profiled_steps_are_a_pair(c: Case) -> None:
     ok = not steps or (len(steps) == 2 and 1 <= steps[0] <= steps[1])
     rule = "it must be empty, or the first and the last step, counted from 1"
     require(ok, "logging.profile_steps", steps, rule, "use [4, 5]")
-    folder = Path(c.cfg.run) / "profile"
-    rule = f"{folder} is a file, and profiles are written into a folder of this name"
-    require(not steps or not folder.is_file(), "logging.profile_steps", steps, rule, "remove it")
     ranks, last = c.cfg.logging.profile_ranks, c.world_size - 1
     ok = last < 0 or all(0 <= rank <= last for rank in ranks)
     require(ok, "logging.profile_ranks", ranks, f"it must name ranks from 0 to {last}", "use [0]")
 
 
 def run_is_a_folder(c: Case) -> None:
-    """The run folder may be absent, but no file may have its name."""
+    """The run folder may be absent, but no file may have its name, or that of a folder in it that will be needed."""
     path = Path(c.cfg.run)
     require(bool(c.cfg.run.strip()), "run", c.cfg.run, "it must name a folder", "for example runs/first")
     ok = path.absolute() != Path(path.anchor or "/")
@@ -202,6 +199,9 @@ def run_is_a_folder(c: Case) -> None:
     saved = path / "checkpoints"
     ok = not saved.exists() or saved.is_dir()
     require(ok, "run", c.cfg.run, f"{saved} is a file, so no checkpoint could be saved", "move it away")
+    profile, steps = path / "profile", c.cfg.logging.profile_steps
+    rule = f"{profile} is a file, and profiles are written into a folder of this name"
+    require(not steps or not profile.is_file(), "logging.profile_steps", steps, rule, "remove it")
 
 
 RULES: tuple[Rule, ...] = (
