@@ -1,6 +1,6 @@
 """Run a function in N processes that see torchrun's environment variables; the multi-process tests' only launcher.
 
-    results = run_workers("tests.net.workers:losses", 2, args={"pipeline": 2})
+    results = run_workers("tests.layouts.workers:losses", 2, args={"pipeline": 2})
 
 Nothing is initialised for the target: it calls `groups.init` or `init_process_group` itself.  Workers are forked from
 one process that has imported torch and megatron-core, which saves each of them the ten seconds of that import.

@@ -12,7 +12,7 @@ from megaponder.export.modeling_megaponder import MegaponderConfig, MegaponderFo
 from megaponder.export.native import from_native
 from tests.tolerance import ATOL, RTOL
 
-FOLDER = Path(__file__).parents[1] / "data" / "official"
+FOLDER = Path(__file__).parents[1] / "fixtures" / "official"
 H = 32
 CASES = {
     "llama_loop_R3": dict(

@@ -5,6 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.net.test_gathered import both, test_gathered_is_masked  # noqa: F401
+from tests.layouts.test_gathered import both, test_gathered_is_masked  # noqa: F401
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

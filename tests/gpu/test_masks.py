@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.net.test_masks import (  # noqa: F401
+from tests.layouts.test_masks import (  # noqa: F401
     seen,
     test_all_ranks_have_the_same_bits,
     test_every_layout_halts_the_same_tokens,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.net.test_layouts import (  # noqa: F401
+from tests.layouts.test_layouts import (  # noqa: F401
     results,
     test_every_gradient_is_alive,
     test_layout_changes_nothing,

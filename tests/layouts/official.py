@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-FOLDER = Path(__file__).parents[1] / "data" / "official"
+FOLDER = Path(__file__).parents[1] / "fixtures" / "official"
 
 
 def load(name: str) -> dict[str, Tensor]:

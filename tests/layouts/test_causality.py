@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaponder.engine import cpu
-from tests.net.cases import CASES, LAYOUTS, VOCAB, disturb, run_config
+from tests.layouts.cases import CASES, LAYOUTS, VOCAB, disturb, run_config
 
 cpu.install()
 

@@ -10,8 +10,8 @@ import torch
 
 from megaponder.config.schema import ModelConfig, RunConfig
 from megaponder.engine import cpu
-from tests.net import official
-from tests.net.cases import CASES, LAYOUTS, LENGTH, VOCAB, Case, disturb, run_config
+from tests.layouts import official
+from tests.layouts.cases import CASES, LAYOUTS, LENGTH, VOCAB, Case, disturb, run_config
 from tests.oracles.reference import Oracle
 from tests.tolerance import RTOL
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.distributed import run_workers
-from tests.net.cases import CASES, LAYOUTS, cases_of
-from tests.net.workers import assemble
+from tests.layouts.cases import CASES, LAYOUTS, cases_of
+from tests.layouts.workers import assemble
 from tests.tolerance import ATOL, RTOL
 
 REFERENCE = "one-batch1"
@@ -25,7 +25,7 @@ class Results:
         if layout not in self._found:
             names = [n for n, other in LAYOUTS.items() if other.world == LAYOUTS[layout].world]
             ranks = run_workers(
-                "tests.net.workers:run_layouts", LAYOUTS[layout].world, args={"layouts": names}, timeout=1800
+                "tests.layouts.workers:run_layouts", LAYOUTS[layout].world, args={"layouts": names}, timeout=1800
             )
             for name in names:
                 self._found[name] = {case: [rank[name][case] for rank in ranks] for case in cases_of(LAYOUTS[name])}

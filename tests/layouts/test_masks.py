@@ -10,7 +10,7 @@ import torch
 
 from tests.distributed import run_workers
 from tests.gpu import one_card
-from tests.net.cases import CASES, LAYOUTS, run_config
+from tests.layouts.cases import CASES, LAYOUTS, run_config
 
 HALTING = ["adaponderlm-llama-gqa", "adaptive-cot-llama-gqa", "ponderlm3-llama-gqa", "adaptive-cot-skip-gqa"]
 SHAPES = ["one-batch1", "tp2-pp2", "tp2-sp-pp2-recompute"]
@@ -25,8 +25,8 @@ def riders(layout: str, dtype: str) -> dict[str, dict[int, np.ndarray]]:
     install()
     from megaponder.engine.build import build_engine
     from megaponder.ponder.settings import method_of
-    from tests.net.cases import disturb
-    from tests.net.workers import batches
+    from tests.layouts.cases import disturb
+    from tests.layouts.workers import batches
 
     torch.set_num_threads(1)
     found: dict[str, dict[int, np.ndarray]] = {}
@@ -63,7 +63,7 @@ def all_riders(layout: str, dtypes: list[str]) -> dict[str, Any]:
 def seen() -> dict[str, list[dict[str, Any]]]:
     args = {"dtypes": ["fp32", "bf16"]}
     return {
-        name: run_workers("tests.net.test_masks:all_riders", LAYOUTS[name].world, args={"layout": name} | args)
+        name: run_workers("tests.layouts.test_masks:all_riders", LAYOUTS[name].world, args={"layout": name} | args)
         for name in SHAPES
     }
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.distributed import run_workers
-from tests.net.cases import CASES
-from tests.net.workers import run_layout
+from tests.layouts.cases import CASES
+from tests.layouts.workers import run_layout
 from tests.tolerance import ATOL, RTOL
 
 GATHERED = [name for name, case in CASES.items() if case.skip]
@@ -47,7 +47,7 @@ def both_ways() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def both() -> Any:
-    return run_workers("tests.net.test_gathered:both_ways", 1)[0]
+    return run_workers("tests.layouts.test_gathered:both_ways", 1)[0]
 
 
 @pytest.mark.parametrize("name", GATHERED)

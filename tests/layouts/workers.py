@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tests.gpu import one_card
-from tests.net.cases import CASES, LAYOUTS, LENGTH, SEQUENCES, VOCAB, WHOLE, Layout, cases_of, disturb, run_config
+from tests.layouts.cases import CASES, LAYOUTS, LENGTH, SEQUENCES, VOCAB, WHOLE, Layout, cases_of, disturb, run_config
 
 
 def batches(layout: Layout, dp_rank: int) -> list[Any]:
@@ -50,7 +50,7 @@ def run_layout(layout: str, cases: list[str]) -> dict[str, Any]:
     install()
     from megaponder.engine.build import build_engine
     from megaponder.ponder.settings import method_of
-    from tests.net import sink  # noqa: F401  registers the test method
+    from tests.layouts import sink  # noqa: F401  registers the test method
     from tests.ponder import halfway  # noqa: F401  and the worked example
 
     shape, results = LAYOUTS[layout], {}
