@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megaponder"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
-    {"config", "errors", "files"},
+    {"config", "errors", "files", "ranks"},
     {"data", "checkpoint", "monitor"},
     {"backbone"},
     {"engine"},

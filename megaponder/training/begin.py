@@ -15,7 +15,7 @@ from megaponder.config.load import load_config
 from megaponder.config.schema import RunConfig
 from megaponder.data.check import identities
 from megaponder.errors import ConfigError, UserError
-from megaponder.training.ranks import on_first_rank
+from megaponder.ranks import on_first_rank
 from megaponder.training.setup import refuse_other_model
 
 

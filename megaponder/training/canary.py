@@ -8,7 +8,7 @@ from megaponder.config.schema import RunConfig
 from megaponder.data.batch import MicroBatch
 from megaponder.engine.step import Engine
 from megaponder.errors import UserError
-from megaponder.training.ranks import largest
+from megaponder.ranks import largest
 
 FILLS = 2
 """Forward and backward runs that fill an empty amax history: the scales of the first are 1, and its gradients wrong."""

@@ -20,7 +20,7 @@ import torch
 from megaponder.checkpoint.state import TrainState
 from megaponder.config.schema import FaultsConfig
 from megaponder.errors import UserError
-from megaponder.training.ranks import largest
+from megaponder.ranks import largest
 from megaponder.training.record import FaultRecord, Window
 
 

@@ -25,9 +25,9 @@ import psutil
 import torch.distributed as dist
 
 from megaponder.errors import LOST, LostRank, is_lost_connection
+from megaponder.ranks import on_first_rank
 from megaponder.training import record
 from megaponder.training.rank_monitor import RankMonitor
-from megaponder.training.ranks import on_first_rank
 
 PHASES = ("start", "data", "agree", "forward_backward", "optimizer", "evaluate", "save")
 """In the order in which a step goes through them; in agree the ranks ask each other whether to stop."""

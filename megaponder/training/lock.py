@@ -27,7 +27,7 @@ PATIENCE = 35.0
 @contextmanager
 def own_run(run: Path) -> Iterator[None]:
     """Hold a run folder for all ranks; UserError on all of them if another live job has it."""
-    from megaponder.training.ranks import on_first_rank  # here: the lock itself does without torch
+    from megaponder.ranks import on_first_rank  # here: the lock itself does without torch
 
     lock = RunLock(run)
     on_first_rank(lock.acquire)

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megaponder.monitor import jsonl
-from megaponder.training.ranks import on_first_rank
+from megaponder.ranks import on_first_rank
 
 Window = tuple[int, int]
 """Sequences [first, end) of the training stream."""

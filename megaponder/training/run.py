@@ -21,6 +21,7 @@ from megaponder.monitor.monitor import Monitor
 from megaponder.monitor.pondered import Pondered
 from megaponder.monitor.row import Row
 from megaponder.ponder.settings import method_of
+from megaponder.ranks import on_first_rank
 from megaponder.training import setup
 from megaponder.training import stop as stopping
 from megaponder.training.begin import begin
@@ -31,7 +32,6 @@ from megaponder.training.heartbeat import Heartbeat
 from megaponder.training.lock import own_run
 from megaponder.training.optimizer import build_optimizer, method_only, set_lr
 from megaponder.training.profile import Profile
-from megaponder.training.ranks import on_first_rank
 from megaponder.training.record import Window, past
 from megaponder.training.rollback import roll_back
 from megaponder.training.schedule import build_schedule

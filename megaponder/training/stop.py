@@ -20,8 +20,8 @@ import torch
 
 from megaponder.config import launcher
 from megaponder.errors import REQUEUE
+from megaponder.ranks import largest
 from megaponder.training import early
-from megaponder.training.ranks import largest
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
