@@ -62,7 +62,7 @@ def train_all(folder: str, dataset: str) -> dict[str, list[dict[str, Any]]]:
 
     Files that differ in size alone are one run once they are scaled down: it is trained once.
     """
-    from megaponder.training.loop import train
+    from megaponder.training.job import train
 
     done: dict[str, Path] = {}
     rows = {}

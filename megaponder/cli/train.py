@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
             preflight(cfg)
             return 0
-        from megaponder.training.loop import train
+        from megaponder.training.job import train
 
         try:
             code = train(cfg)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from megaponder.checkpoint import manifest
 from megaponder.config.schema import RunConfig
 from megaponder.monitor import console, exporter, identity, jsonl
 from megaponder.monitor.memory import cuda_memory
-from megaponder.monitor.phases import Phases
+from megaponder.monitor.phases import OUTSIDE, STEP, PhaseClock
 from megaponder.monitor.registry import SKIP_REASONS
 from megaponder.monitor.row import Row
 from megaponder.monitor.throughput import Costs, Throughput
@@ -21,9 +18,13 @@ from megaponder.monitor.trackers import TensorBoard, Tracker, WandB
 class Monitor:
     """Console, metrics.jsonl, trackers and endpoint; ranks that neither log nor export keep quiet."""
 
-    def __init__(self, cfg: RunConfig, total_steps: int, costs: Costs, logs: bool):
-        self.cfg, self.total, self.logs = cfg, total_steps, logs
-        self.throughput, self.phases = Throughput(costs), Phases()
+    def __init__(self, cfg: RunConfig, total_steps: int, costs: Costs, logs: bool, clock: PhaseClock):
+        self.cfg, self.total, self.logs, self.clock = cfg, total_steps, logs, clock
+        self.throughput = Throughput(costs)
+        self._step: dict[str, float] = {}
+        """Seconds of the present step by phase, as far as the clock was read."""
+        self._steps: list[dict[str, float]] = []
+        """The same of the steps since the last row."""
         self._exporter: exporter.Exporter | None = None
         self._skipped: dict[str, int] = {}
         self._run = Path(cfg.run)
@@ -56,7 +57,8 @@ class Monitor:
                 self._trackers.append(WandB(self._run, self.cfg))
             self.say(self.throughput.costs.sentence())
         self.throughput.restart(step, tokens)
-        self.phases.restart()
+        self.clock.lap()
+        self._step, self._steps = {}, []
 
     def say(self, text: str) -> None:
         """A sentence on the console."""
@@ -69,22 +71,27 @@ class Monitor:
             self.say(f"warning: {sentence}")
         (self._warned.add if sentence else self._warned.discard)(about)
 
-    @contextmanager
-    def pause(self, name: str) -> Iterator[None]:
-        """Time spent inside does not count as training; the next row tells it as `name`."""
-        begin = time.perf_counter()
-        yield
-        self._noted[name] = seconds = time.perf_counter() - begin
-        self.throughput.pause(seconds)
-        self.phases.outside(seconds)
+    def stepped(self, step: int) -> dict[str, float]:
+        """A step has ended; its seconds by phase."""
+        self._read_clock()
+        parts, self._step = self._step, {}
+        self._steps.append(parts)
         if self._exporter is not None:
-            self._exporter.outside(name.removesuffix("_seconds"), seconds)
+            self._exporter.stepped(step, sum(parts.values()), parts)
+        return parts
 
-    def stepped(self, step: int, computed: float) -> None:
-        """A step has ended, of which forward and backward took `computed` seconds."""
-        seconds, phases = self.phases.step(computed)
-        if self._exporter is not None:
-            self._exporter.stepped(step, seconds, phases)
+    def seconds(self) -> float:
+        """Training time of the steps since the last row."""
+        return sum(sum(parts.values()) for parts in self._steps)
+
+    def _read_clock(self) -> None:
+        for phase, seconds in self.clock.lap().items():
+            if phase in STEP:
+                self._step[phase] = self._step.get(phase, 0.0) + seconds
+            elif phase in OUTSIDE:
+                self._noted[f"{phase}_seconds"] = seconds
+                if self._exporter is not None:
+                    self._exporter.outside(phase, seconds)
 
     def skipped(self, reason: str) -> None:
         """The update of the present step is left out; `reason` is one of `registry.SKIP_REASONS`."""
@@ -108,10 +115,11 @@ class Monitor:
 
     def write(self, row: Row) -> None:
         """A row to every place, with what was noted since the last one."""
+        self._read_clock()
         row.values |= self._noted | {f"skipped_{reason}": n for reason, n in self._skipped.items()}
         self._noted = {}
         if "step_seconds" in row.values:  # not a row of an evaluation alone
-            row.values |= self.phases.row() | cuda_memory()
+            row.values |= self._means() | cuda_memory()
         row.values["total_steps"] = self.total
         if self._exporter is not None:
             self._exporter.take(row)
@@ -119,6 +127,11 @@ class Monitor:
             self.say(console.line(row, self.total))
             for tracker in self._trackers:
                 tracker.write(row)
+
+    def _means(self) -> dict[str, float]:
+        """Mean seconds of each phase in the steps since the last row."""
+        steps, self._steps = self._steps, []
+        return {f"{p}_seconds": sum(s.get(p, 0.0) for s in steps) / max(1, len(steps)) for p in STEP}
 
     def close(self) -> None:
         """Flush and close all trackers."""

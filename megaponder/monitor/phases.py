@@ -1,7 +1,10 @@
-"""Where the time goes: seconds of each phase, by the host's clock.
+"""The phase clock: what this rank is doing, since when, and how long each phase took.
 
-No phase makes the host wait for a GPU.  A step's loss is read by the host, so forward_backward holds the GPU's work;
-what the update still has in flight when the host goes on counts as time of the step, but of none of its phases.
+A rank is in exactly one phase at a time; entering one ends the one before.  Console, metrics, Prometheus, the hang
+reports and the straggler comparison all read this clock, so they all use these words.
+
+No phase makes the host wait for a GPU.  The host reads each step's loss, so `forward_backward` contains the GPU's work;
+what the optimizer still has in flight counts in the phase in which the host next waits.
 """
 
 from __future__ import annotations
@@ -9,53 +12,62 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
+STEP = ("data", "agree", "forward_backward", "optimizer", "report")
+"""The phases of a step, in order.  In `agree` the ranks ask each other whether to stop; `report` is what follows the
+update: judging the step, publishing a finished checkpoint, writing a row."""
 OUTSIDE = ("evaluation", "checkpoint")
-"""Phases that no step contains."""
+"""Phases that interrupt training: the time of a step does not contain them."""
+PHASES = ("start", *STEP, *OUTSIDE)
+"""`start` lasts from the creation of the clock to the first step, and again while a run goes back to a checkpoint."""
 
 
-class Phases:
-    """Seconds by phase, in the present step and since the last row."""
+class Now(NamedTuple):
+    """Where a rank is."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+    step: int
+    phase: str
+    since: float
+    """By the clock's own time, in seconds."""
+
+
+class PhaseClock:
+    """One rank's phases.  Other threads may read `now` at any time."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
-        self.restart()
+        self.now = Now(0, "start", clock())
+        self.listeners: list[Callable[[Now, Now], None]] = []
+        """Called with the phase that has ended and the one that begins, by the thread that enters it."""
+        self._lap: dict[str, float] = {}
 
-    def restart(self) -> None:
-        """Begin at this moment."""
-        self._step: dict[str, float] = {}
-        self._sums: dict[str, float] = {}
-        self._steps, self._outside, self._begin = 0, 0.0, self._clock()
+    def enter(self, phase: str, step: int | None = None) -> None:
+        """This rank goes on to `phase`, of the same step unless another is given.
+
+        Entering the present phase again is a sign of life: `now.since` starts anew.
+        """
+        assert phase in PHASES, phase
+        before = self.now
+        self.now = now = Now(before.step if step is None else step, phase, self._clock())
+        self._lap[before.phase] = self._lap.get(before.phase, 0.0) + now.since - before.since
+        for listener in self.listeners:
+            listener(before, now)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time spent inside belongs to this phase of the step."""
-        begin = self._clock()
-        try:
-            yield
-        finally:
-            self._step[name] = self._step.get(name, 0.0) + self._clock() - begin
+        """A phase that interrupts the present one, which goes on afterwards."""
+        interrupted = self.now.phase
+        self.enter(name)
+        yield
+        self.enter(interrupted)
 
-    def outside(self, seconds: float) -> None:
-        """This much went into something that is no part of a step."""
-        self._outside += seconds
+    def lap(self) -> dict[str, float]:
+        """Seconds spent in each phase since the last call, up to now."""
+        self.enter(self.now.phase)
+        lap, self._lap = self._lap, {}
+        return lap
 
-    def step(self, computed: float) -> tuple[float, dict[str, float]]:
-        """A step ends here: its seconds and those of its phases.
-
-        `computed` seconds of what was measured as `optimizer` were forward and backward, which one call contains.
-        """
-        now, parts = self._clock(), self._step
-        parts["optimizer"] = max(0.0, parts.get("optimizer", 0.0) - computed)
-        parts["forward_backward"] = computed
-        seconds = max(0.0, now - self._begin - self._outside)
-        for name, value in parts.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value
-        self._step, self._outside, self._begin, self._steps = {}, 0.0, now, self._steps + 1
-        return seconds, parts
-
-    def row(self) -> dict[str, float]:
-        """Mean seconds of each phase in a step, since the last row."""
-        means = {f"{name}_seconds": value / max(1, self._steps) for name, value in self._sums.items()}
-        self._sums, self._steps = {}, 0
-        return means
+    def idle(self) -> float:
+        """Seconds since the present phase was entered."""
+        return self._clock() - self.now.since

@@ -20,8 +20,6 @@ BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.
 """Upper ends of the step duration histogram's bins, in seconds."""
 SKIP_REASONS = ("nonfinite", "spike")
 """Why an optimizer step may be left out."""
-PHASES = ("data", "forward_backward", "optimizer", "evaluation", "checkpoint")
-"""Where the time of a run goes; the first three are in every step."""
 
 Kind = Literal["gauge", "counter", "histogram", "summary", "info"]
 
@@ -107,6 +105,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("forward_backward_seconds", "time/forward_backward_seconds", "", "gauge", "s",
            "Mean time of a step's forward and backward."),
     Metric("optimizer_seconds", "time/optimizer_seconds", "", "gauge", "s", "Mean time of a step's update."),
+    Metric("agree_seconds", "time/agree_seconds", "", "gauge", "s", "Mean wait for the slowest rank before a step."),
+    Metric("report_seconds", "time/report_seconds", "", "gauge", "s",
+           "Mean time of judging a step, publishing checkpoints and writing rows."),
     Metric("straggler_slowdown", "throughput/straggler_slowdown", "straggler_slowdown_ratio", "gauge", "ratio",
            "A step's own time on the slowest node over the median of the others."),
     Metric("evaluation_seconds", "throughput/evaluation_seconds", "", "gauge", "s", "Time of the last evaluation."),

@@ -10,9 +10,9 @@ from typing import Any
 
 from megaponder.monitor import jsonl
 from megaponder.monitor.console import duration
+from megaponder.monitor.phases import STEP
 from megaponder.monitor.registry import amount
 
-STEP_PHASES = ("data", "forward_backward", "optimizer")
 Points = list[tuple[float, float]]
 
 
@@ -107,7 +107,7 @@ def _panels(rows: Sequence[Mapping[str, Any]]) -> tuple[Panel, ...]:
         Panel("share of tokens in each pass", shares),
         Panel("validation loss read out after each pass", losses),
         Panel("tokens/s", {"tokens/s": _points(rows, "tokens_per_second")}),
-        Panel("seconds of a step", {_words(p): _points(rows, f"{p}_seconds") for p in STEP_PHASES}),
+        Panel("seconds of a step", {_words(p): _points(rows, f"{p}_seconds") for p in STEP}),
         Panel("gradient norm", {"gradient norm": _points(rows, "grad_norm")}),
     )
     return tuple(p for p in panels if p.filled)

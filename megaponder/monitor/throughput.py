@@ -6,8 +6,7 @@ twice forward.  MFU counts the needed FLOPs, HFU those executed (with recompute)
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 TERA = 1e12
@@ -43,23 +42,22 @@ class Costs:
 
 
 class Throughput:
-    """Measures the time since the last row; evaluation and saving are taken out with `pause`."""
+    """Rates over the steps since the last row."""
 
-    def __init__(self, costs: Costs, clock: Callable[[], float] = time.perf_counter):
-        self.costs, self._clock = costs, clock
+    def __init__(self, costs: Costs):
+        self.costs = costs
         self.restart(0, 0)
 
     def restart(self, step: int, tokens: int) -> None:
         """Begin a new interval at this position."""
-        self._step, self._tokens, self._begin, self._out = step, tokens, self._clock(), 0.0
+        self._step, self._tokens = step, tokens
 
-    def pause(self, seconds: float) -> None:
-        """Leave this much of the interval out."""
-        self._out += seconds
+    def rates(self, step: int, tokens: int, seconds: float, needed_share: float = 1.0) -> dict[str, float]:
+        """Values of a row at this position, `seconds` of training after the last; begins the next interval.
 
-    def rates(self, step: int, tokens: int, needed_share: float = 1.0) -> dict[str, float]:
-        """Values of a row at this position; begins the next interval.  `needed_share`: see `Costs.needed_share`."""
-        seconds = max(1e-9, self._clock() - self._begin - self._out)
+        `needed_share`: see `Costs.needed_share`.
+        """
+        seconds = max(1e-9, seconds)
         steps, done, c = step - self._step, tokens - self._tokens, self.costs
         self.restart(step, tokens)
         per_device = done / seconds / c.devices

@@ -14,6 +14,26 @@ FILLS = 2
 """Forward and backward runs that fill an empty amax history: the scales of the first are 1, and its gradients wrong."""
 
 
+class Canary:
+    """Checks once, before the first step of a start; nothing to do in other precisions.
+
+    Weights, data position and gradients stay as they are.
+    """
+
+    def __init__(self, cfg: RunConfig, engine: Engine, say: Callable[[str], None]):
+        self._cfg, self._engine, self._say = cfg, engine, say
+        self._checked = False
+
+    def check(self, batches: Sequence[MicroBatch]) -> None:
+        """UserError if both losses are further apart than precision.fp8_canary.
+
+        All ranks call this with the batch of the coming step.
+        """
+        if not self._checked:
+            self._checked = True
+            check_fp8(self._cfg, self._engine, batches, self._say)
+
+
 def check_fp8(cfg: RunConfig, engine: Engine, batches: Sequence[MicroBatch], say: Callable[[str], None]) -> None:
     """UserError if both losses are further apart than precision.fp8_canary; nothing to do in other precisions.
 

@@ -1,4 +1,4 @@
-"""Signs of life: every rank says where it is, and a rank that gets nowhere finds out which one holds all up.
+"""Signs of life: every rank says where it is, and a rank that makes no progress finds out which one it waits for.
 
 A thread of each rank writes `<run>/ranks/00003.json` (host, process, step, phase) a few times per `limit`.  When its
 own rank has not moved for `limit`, it writes the stacks of its threads to `<run>/stacks/00003.txt` and reads the files
@@ -25,14 +25,11 @@ import psutil
 import torch.distributed as dist
 
 from megaponder.errors import LOST, LostRank, is_lost_connection
+from megaponder.monitor.phases import OUTSIDE, PHASES, Now, PhaseClock
 from megaponder.ranks import on_first_rank
 from megaponder.training import record
 from megaponder.training.rank_monitor import RankMonitor
 
-PHASES = ("start", "data", "agree", "forward_backward", "optimizer", "evaluate", "save")
-"""In the order in which a step goes through them; in agree the ranks ask each other whether to stop."""
-SELDOM = ("evaluate", "save")
-"""Phases whose beginning is told at once; a file for each of every step's would be many."""
 MISSED = 3
 """Beats without a sign of life after which a rank counts as frozen or dead."""
 
@@ -44,23 +41,21 @@ class Heartbeat:
     frozen or dead, this one ends too instead of waiting for it.
     """
 
-    def __init__(self, run: Path, limit: float, deadline: float):
+    def __init__(self, run: Path, clock: PhaseClock, limit: float, deadline: float):
         self.folder, self.stacks, self.record = run / "ranks", run / "stacks", run / "faults.jsonl"
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.limit, self.deadline, self.beat = limit, deadline, min(30.0, limit / (2 * MISSED))
-        self._now: tuple[int, str, float] = (0, "start", time.monotonic())
-        self._reported: tuple[int, str, float] | None = None
+        self._clock = clock
+        clock.listeners.append(self._entered)
+        self._reported: Now | None = None
         self._monitor = RankMonitor()
         self._end, self._woken = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
 
-    def enter(self, phase: str, step: int | None = None) -> None:
-        """This rank moves on to a phase, of the same step unless another is given."""
-        before = self._now[1]
-        self._now = (self._now[0] if step is None else step, phase, time.monotonic())
+    def _entered(self, before: Now, now: Now) -> None:
         self._monitor.alive()
-        if phase != before and ("start" in (phase, before) or phase in SELDOM):
-            self._woken.set()  # the others shall not read of a phase that ended long ago
+        if now.phase != before.phase and {"start", *OUTSIDE} & {before.phase, now.phase}:
+            self._woken.set()  # rare phases are written at once, so that nobody reads of one that ended long ago
 
     def __enter__(self) -> Heartbeat:
         on_first_rank(lambda: shutil.rmtree(self.folder, ignore_errors=True))  # of an earlier start
@@ -77,14 +72,14 @@ class Heartbeat:
         self._woken.set()
         self._thread.join()
         if error is not None and is_lost_connection(error):
-            step, phase, _ = self._now
+            step, phase, _ = self._clock.now
             end = time.monotonic() + 2  # a dying process closes its connections a moment before it is gone
             while time.monotonic() < end and not any(r["gone"] for r in self._ranks()):
                 time.sleep(0.1)
             raise LostRank(f"Rank {self.rank} lost another rank in {phase} of step {step}: {self.blame()}.") from error
 
     def blame(self) -> str:
-        """The rank that holds all up, or is gone, in words without a full stop."""
+        """The rank that the others wait for, or that is gone, in words without a full stop."""
         ranks = self._ranks()
         gone = [r for r in ranks if r["gone"]]
         if gone:
@@ -104,11 +99,11 @@ class Heartbeat:
                 break
             with contextlib.suppress(OSError):  # a full disk: the training loop says so
                 self._write()
-                since = time.monotonic() - self._now[2]
-                if since > self.limit and self._reported != self._now:
-                    self._reported = self._now
-                    self._report(since)
-                if since > self.deadline and self._now[1] != "start" and self._hopeless():
+                now, since = self._clock.now, self._clock.idle()
+                if since > self.limit and self._reported != now:
+                    self._reported = now
+                    self._report(now, since)
+                if since > self.deadline and now.phase != "start" and self._hopeless():
                     self._give_up()
 
     def _hopeless(self) -> bool:
@@ -118,14 +113,14 @@ class Heartbeat:
         """
         return any(r["dead"] or r["age"] > self.limit for r in self._ranks())
 
-    def _report(self, since: float) -> None:
+    def _report(self, now: Now, since: float) -> None:
         self.stacks.mkdir(parents=True, exist_ok=True)
         with (self.stacks / f"{self.rank:05d}.txt").open("w") as file:
-            print(f"rank {self.rank}: {self._now[1]} of step {self._now[0]} for {since:.0f} s", file=file, flush=True)
+            print(f"rank {self.rank}: {now.phase} of step {now.step} for {since:.0f} s", file=file, flush=True)
             faulthandler.dump_traceback(file, all_threads=True)
         if self.rank == min((r["rank"] for r in self._ranks() if not r["gone"]), default=0):
             blame = self.blame()
-            record.write(self.record, "hang", step=self._now[0], blame=blame)
+            record.write(self.record, "hang", step=now.step, blame=blame)
             print(
                 f"warning: no progress for {since:.0f} s: {blame}. Stacks of the ranks: {self.stacks}",
                 file=sys.stderr, flush=True,
@@ -135,7 +130,7 @@ class Heartbeat:
         """The main thread may be inside a collective that nothing can end, so no exception would reach it."""
         from megaponder.training.exit_code import leave
 
-        step, phase, _ = self._now
+        step, phase, _ = self._clock.now
         print(f"error: Rank {self.rank} waits in {phase} of step {step}: {self.blame()}.", file=sys.stderr, flush=True)
         leave(LOST)
 
@@ -143,7 +138,7 @@ class Heartbeat:
         return self.folder / f"{rank:05d}.json"
 
     def _me(self) -> dict[str, Any]:
-        step, phase, _ = self._now
+        step, phase, _ = self._clock.now
         return {"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid(), "step": step, "phase": phase}
 
     def _write(self) -> None:

@@ -1,57 +1,106 @@
-"""`train`: the door to the training loop, which is in `run`."""
+"""The training loop, and what comes after it."""
 
 from __future__ import annotations
 
-import threading
-import warnings
+from contextlib import ExitStack
 
 from megaponder.config.schema import RunConfig
-from megaponder.engine import groups as process_groups
-from megaponder.errors import LostRank, first_line, is_lost_connection
-from megaponder.training import setup
-from megaponder.training.exit_code import leave, stopped
+from megaponder.engine.groups import Groups
+from megaponder.ranks import on_first_rank
+from megaponder.training import stop as stopping
+from megaponder.training.build import Run, build
+from megaponder.training.evaluate import evaluate
+from megaponder.training.faults import NotFinite
+from megaponder.training.optimizer import drop_backbone_gradients, method_only, set_lr
+from megaponder.training.rollback import roll_back
+from megaponder.training.step import gradient_norm, update, whole_parameters
 
-PATIENCE = 60.0
-"""Seconds that process groups have to end."""
 
-
-def train(cfg: RunConfig) -> int:
-    """Train as the configuration says, or continue the run in its folder.  Every rank of the world calls this.
-
-    Returns 0 when the budget is spent, or after saving the exit code of what asked to stop (`training.stop`).  Raises
-    UserError for the user's mistakes, for a loss that is not finite and for a disk that is full, and LostRank when
-    another rank is gone; whole checkpoints stay as they are.
-    """
-    warnings.filterwarnings("ignore", module=r"megatron\.core")  # deprecations of its own, and libraries it misses
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # its collectives
-    warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf")  # its sharded optimizer
-    cfg = setup.complete(cfg)
-    try:
-        process_groups.start(cfg)
-        setup.refuse_different_ranks(cfg)  # before groups of the sizes that the configuration names
-        groups = process_groups.init(cfg)  # it also prepares a machine without a GPU for megatron-core's first import
-        from megaponder.training.run import run
-
-        code = run(cfg, groups)
-    except Exception as error:
-        if isinstance(error, LostRank) or not is_lost_connection(error):
+def run(cfg: RunConfig, groups: Groups) -> int:
+    """Train on the given process groups until the budget is spent or a stop is asked for; returns the exit code."""
+    with ExitStack() as stack:
+        parts = build(cfg, groups, stack)
+        try:
+            asked = loop(parts)
+        except NotFinite:
+            parts.saver.wait()  # a checkpoint that is being written is sound
             raise
-        why = first_line(error) or type(error).__name__
-        raise LostRank(f"Another rank was lost, or never came, before the first step ({why}).") from error
-    # not after an error: a rank that fails alone must end at once instead of waiting for the others here
-    _shut_down(code)
-    return code
+        return finish(parts, asked)
 
 
-def _shut_down(code: int) -> None:
-    """Leave the process groups, but do not wait for ever for communicators that do not end: everything is saved."""
+def loop(run: Run) -> int:
+    """Steps until the budget is spent (returns 0) or all ranks agree to stop (what asked for it)."""
+    cfg, clock, engine, optimizer, faults = run.cfg, run.clock, run.engine, run.optimizer, run.faults
+    while run.state.step < run.total:
+        before = run.batches.skip_left_out(run.state)
+        step = before.step + 1
+        clock.enter("data", step)
+        batches = run.stop.wait(run.batches.fetch(before))
+        clock.enter("agree")
+        if (asked := run.stop.agreed()) or batches is None:
+            return asked
+        run.canary.check(batches)
 
-    def give_up() -> None:
-        print(f"warning: the process groups did not end within {PATIENCE:.0f} s; all is saved, so we end.", flush=True)
-        leave(stopped(code))
+        with run.profile.step():
+            clock.enter("forward_backward")
+            engine.zero_grad()
+            optimizer.zero_grad()
+            out = engine.forward_backward(batches, step, train=True)
+            if method_only(cfg, step):
+                drop_backbone_gradients(engine.stage)
 
-    timer = threading.Timer(PATIENCE, give_up)
-    timer.daemon = True
-    timer.start()
-    process_groups.shutdown()
-    timer.cancel()
+            clock.enter("optimizer")
+            set_lr(optimizer, cfg, run.schedule(step), step)
+            norm = gradient_norm(optimizer)
+            if faults.takes(before, out.loss, norm):
+                update(optimizer, norm)
+
+        clock.enter("report")
+        batch = run.batches.size(before)
+        run.report.stepped(step)
+        after = before.after(batch, cfg.data.sequence_length)
+        run.state = state = faults.after(before, after, out.loss, norm)
+        if faults.streak:
+            run.monitor.skipped(faults.reason)
+        run.saver.poll()
+        if faults.must_roll_back():
+            roll_back(run)
+            continue
+
+        row = run.report.row(step, state.sequences, state.tokens, batch, out, norm)
+        if run.batches.valid is not None and _every(cfg.train.eval_every, step, run.total):
+            with whole_parameters(engine), clock.phase("evaluation"):
+                valid = evaluate(cfg, engine, run.batches.valid, run.stop, lambda: clock.enter("evaluation"))
+            if valid is not None:
+                run.report.add(row, valid)
+        if row.values:
+            run.monitor.write(row)
+        if _every(cfg.checkpoint.every, step, run.total) and not faults.streak:  # a rollback must find sound weights
+            save(run)
+    return 0
+
+
+def save(run: Run) -> None:
+    """Begin a checkpoint of the present position."""
+    with whole_parameters(run.engine), run.clock.phase("checkpoint"):
+        run.saver.save(run.state)
+
+
+def finish(run: Run, asked: int) -> int:
+    """Save what is not saved yet, say why the run ends, and return its exit code."""
+    if run.state.step > run.saver.newest:
+        save(run)
+    run.saver.wait()
+    if asked:
+        saved = f"after step {run.state.step}; it is saved"
+        nothing = "before the first step; there is nothing to save"
+        run.monitor.say(f"Stopped by {stopping.words(asked)} {saved if run.state.step else nothing}.")
+        if asked == stopping.STOP_FILE:
+            on_first_rank(run.stop.clear)
+    run.engine.close()
+    return stopping.EXIT_CODES.get(asked, 0)
+
+
+def _every(period: int, step: int, total: int) -> bool:
+    """Whether something with this period (0: only at the end) is due after a step."""
+    return step == total or (period > 0 and step % period == 0)

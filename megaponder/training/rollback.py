@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.core.optimizer import MegatronOptimizer
-
 from megaponder.checkpoint import restore
 from megaponder.checkpoint.choose import choose
-from megaponder.checkpoint.save import Saver
-from megaponder.checkpoint.state import TrainState, load_state
-from megaponder.engine.step import Engine
+from megaponder.checkpoint.state import load_state
 from megaponder.errors import UserError
-from megaponder.training.faults import Faults
+from megaponder.training.build import Run
 from megaponder.training.step import whole_parameters
 
 
-def roll_back(engine: Engine, optimizer: MegatronOptimizer, saver: Saver, faults: Faults, root: Path) -> TrainState:
-    """Load the newest whole checkpoint; none is written while steps are skipped, so it is older than the bad ones.
+def roll_back(run: Run) -> None:
+    """Go on from the newest whole checkpoint: none is written while steps are skipped, so it precedes the bad ones.
 
     UserError if there is none, or if the run has gone back to it too often.  All ranks call this.
     """
-    saver.wait()
+    run.clock.enter("start")
+    run.saver.wait()
+    root, faults = Path(run.cfg.run) / "checkpoints", run.faults
     choice = choose(root, restore.agreed_damage)
     if choice.path is None:
         raise UserError(
@@ -29,7 +27,9 @@ def roll_back(engine: Engine, optimizer: MegatronOptimizer, saver: Saver, faults
             f"{root} holds no whole checkpoint to go back to; choose a smaller checkpoint.every."
         )
     faults.rolled_back(load_state(choice.path)[0].step)
-    with whole_parameters(engine):
-        state = restore.resume(choice.path, engine.stage, optimizer)
-    saver.newest = state.step
-    return state
+    with whole_parameters(run.engine):
+        run.state = restore.resume(choice.path, run.engine.stage, run.optimizer)
+    run.saver.newest = run.state.step
+    run.batches.restart(run.state)
+    run.monitor.close()
+    run.monitor.start(run.state.step, run.state.tokens, run.who)

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import socket
 import statistics
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -31,16 +28,10 @@ class Stragglers:
         self._slow: str | None = None
         """The place that was slow at the report before: one report alone may be chance."""
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Time spent inside is waiting for data."""
-        begin = time.perf_counter()
-        yield
-        self._seconds[0] += time.perf_counter() - begin
-
-    def computed(self, seconds: float) -> None:
-        """A step is done whose own computation took this long."""
-        self._seconds[1] += seconds
+    def stepped(self, data: float, compute: float) -> None:
+        """A step has ended: seconds that this rank waited for its data, and seconds of its own computation."""
+        self._seconds[0] += data
+        self._seconds[1] += compute
         self._steps += 1
 
     def report(self) -> tuple[dict[str, float], str | None]:

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from megaponder.config.schema import CheckpointConfig, LoggingConfig, RunConfig, TrainConfig
 from megaponder.monitor import exporter, identity, registry
 from megaponder.monitor.monitor import Monitor
-from megaponder.monitor.phases import Phases
+from megaponder.monitor.phases import PhaseClock
 from megaponder.monitor.row import Row
 from megaponder.monitor.server import health
 from megaponder.monitor.throughput import Costs
@@ -48,42 +48,44 @@ def test_a_run_over_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     port = free_port()
     (tmp_path / "r").mkdir()
     identity.start(tmp_path / "r")
-    monitor = Monitor(config(tmp_path, port), 10, Costs(1.0, 1.0, 1, None), logs=True)
+    now = [0.0]
+    clock = PhaseClock(lambda: now[0])
+    monitor = Monitor(config(tmp_path, port), 10, Costs(1.0, 1.0, 1, None), True, clock)
     monitor.start(0, 0, identity.start(tmp_path / "r"))
     before = samples(get(port, "/metrics"))
     assert before["megaponder_skipped_steps_total"] == {"reason=nonfinite": 0, "reason=spike": 0}
     assert "megaponder_loss" not in before and "megaponder_step_duration_seconds_sum" not in before
     for step in (1, 2):
-        with monitor.phases.phase("data"):
-            pass
-        with monitor.phases.phase("optimizer"):
-            pass
-        monitor.stepped(step, computed=0.25)
+        for phase, seconds in (("data", 0.5), ("forward_backward", 0.25), ("optimizer", 0.125)):
+            clock.enter(phase, step)
+            now[0] += seconds
+        clock.enter("report")
+        monitor.stepped(step)
     monitor.skipped("spike")
-    with monitor.pause("evaluation_seconds"):
-        pass
+    with clock.phase("evaluation"):
+        now[0] += 8
     stats = {"mean_depth": 1.75, "active_pass0": 1.0, "active_pass1": 0.75, "gate0_bin3": 1.0, "not_listed": 1.0}
     monitor.write(Row(2, 8, 64, {"loss": 3.5, "step_seconds": 0.1, "tokens_per_second": 640.0}, stats))
     (tmp_path / "manifest.json").write_text(
         '{"files": {"a": {"bytes": 30, "crc32": 1}, "b": {"bytes": 12, "crc32": 2}}}'
     )
     monitor.saved(tmp_path, 1.5)
-    now = samples(get(port, "/metrics"))
+    told = samples(get(port, "/metrics"))
     expected = {
         "step": 2, "target_step": 10, "consumed_tokens_total": 64, "loss": 3.5, "restarts_total": 1,
         "ponder_passes_mean": 1.75, "checkpoint_bytes": 42, "checkpoint_duration_seconds": 1.5,
         "checkpoint_interval_steps": 5, "step_duration_seconds_count": 2, "tokens_per_second": 640,
     }  # fmt: skip
-    assert {n: now[f"megaponder_{n}"][""] for n in expected} == expected
-    assert now["megaponder_ponder_pass_tokens"] == {"pass=0": 1.0, "pass=1": 0.75}
-    assert now["megaponder_skipped_steps_total"] == {"reason=nonfinite": 0, "reason=spike": 1}
-    assert now["megaponder_phase_duration_seconds_count"] == {
-        "phase=data": 2, "phase=optimizer": 2, "phase=forward_backward": 2, "phase=evaluation": 1
+    assert {n: told[f"megaponder_{n}"][""] for n in expected} == expected
+    assert told["megaponder_ponder_pass_tokens"] == {"pass=0": 1.0, "pass=1": 0.75}
+    assert told["megaponder_skipped_steps_total"] == {"reason=nonfinite": 0, "reason=spike": 1}
+    assert told["megaponder_phase_duration_seconds_count"] == {
+        "phase=data": 2, "phase=optimizer": 2, "phase=forward_backward": 2, "phase=report": 2, "phase=evaluation": 1
     }  # fmt: skip
-    assert now["megaponder_phase_duration_seconds_sum"]["phase=forward_backward"] == 0.5
-    assert now["megaponder_step_duration_seconds_bucket"]["le=+Inf"] == 2
-    assert set(now) - {n for m in registry.METRICS for n in m.exposed} == set()
-    [build] = now["megaponder_build_info"]
+    assert told["megaponder_phase_duration_seconds_sum"]["phase=forward_backward"] == 0.5
+    assert told["megaponder_step_duration_seconds_bucket"]["le=+Inf"] == 2
+    assert set(told) - {n for m in registry.METRICS for n in m.exposed} == set()
+    [build] = told["megaponder_build_info"]
     assert "run=r" in build and "version=0." in build and "config_hash=" in build
     text = get(port, "/metrics")
     assert 'job="77"' in text and 'node="node1"' in text
@@ -104,9 +106,9 @@ def test_a_taken_port_costs_the_metrics_and_not_the_run(tmp_path: Path, capsys: 
         other.listen()
         port = other.getsockname()[1]
         (tmp_path / "r").mkdir()
-        monitor = Monitor(config(tmp_path, port), 10, Costs(1.0, 1.0, 1, None), logs=True)
+        monitor = Monitor(config(tmp_path, port), 10, Costs(1.0, 1.0, 1, None), True, PhaseClock())
         monitor.start(0, 0)
-        monitor.stepped(1, 0.1)
+        monitor.stepped(1)
         monitor.write(Row(1, 4, 32, {"loss": 1.0}))
         monitor.close()
     out = capsys.readouterr().out
@@ -135,21 +137,3 @@ def test_health_fails_when_steps_cease(tmp_path: Path) -> None:
     status, body = health(made.samples, last + 1100)
     assert status.startswith("503") and body == {"status": "stalled", "step": 8, "last_step_age_seconds": 1100.0}
     made.close()
-
-
-def test_phases_by_hand() -> None:
-    now = [0.0]
-    phases = Phases(clock=lambda: now[0])
-    with phases.phase("data"):
-        now[0] += 1
-    with phases.phase("optimizer"):
-        now[0] += 5  # of which forward and backward took 4
-    now[0] += 0.5
-    assert phases.step(4.0) == (6.5, {"data": 1, "optimizer": 1, "forward_backward": 4})
-    now[0] += 10
-    phases.outside(10)  # an evaluation
-    with phases.phase("optimizer"):
-        now[0] += 2
-    assert phases.step(2.0)[0] == 2.0
-    assert phases.row() == {"data_seconds": 0.5, "optimizer_seconds": 0.5, "forward_backward_seconds": 3.0}
-    assert phases.row() == {}

@@ -15,6 +15,7 @@ from megaponder.errors import ConfigError, UserError
 from megaponder.monitor import console, jsonl
 from megaponder.monitor.identity import run_id
 from megaponder.monitor.monitor import Monitor
+from megaponder.monitor.phases import PhaseClock
 from megaponder.monitor.registry import amount
 from megaponder.monitor.row import Row
 from megaponder.monitor.throughput import Costs, Throughput
@@ -22,24 +23,20 @@ from megaponder.monitor.trackers import TensorBoard, WandB
 
 
 def test_rates_by_hand():
-    now = [100.0]
-    meter = Throughput(Costs(needed=3e9, executed=4e9, devices=4, peak_tflops=100.0), clock=lambda: now[0])
+    meter = Throughput(Costs(needed=3e9, executed=4e9, devices=4, peak_tflops=100.0))
     meter.restart(10, 1000)
-    now[0] += 2.5
-    meter.pause(0.5)  # an evaluation
-    rates = meter.rates(20, 9000)  # 8000 tokens in 2 s on 4 devices
+    rates = meter.rates(20, 9000, seconds=2.0)  # 8000 tokens in 2 s on 4 devices
     assert rates["step_seconds"] == pytest.approx(0.2)
     assert rates["tokens_per_second"] == pytest.approx(4000)
     assert rates["tokens_per_second_per_device"] == pytest.approx(1000)
     assert rates["tflops_per_device"] == pytest.approx(3.0)
     assert rates["mfu"] == pytest.approx(0.03) and rates["hfu"] == pytest.approx(0.04)
-    now[0] += 1.0
-    assert meter.rates(21, 9100)["tokens_per_second"] == pytest.approx(100)
+    assert meter.rates(21, 9100, seconds=1.0)["tokens_per_second"] == pytest.approx(100)
 
 
 def test_without_a_known_peak_no_utilisation_is_claimed():
     costs = Costs(1e9, 1e9, 1, None)
-    rates = Throughput(costs).rates(1, 10)
+    rates = Throughput(costs).rates(1, 10, 1.0)
     assert "mfu" not in rates and "hfu" not in rates and "not shown" in costs.sentence()
     row = Row(1, 1, 10, {"loss": 1.0} | rates)
     assert "MFU" not in console.line(row, 10) and "tokens/s" in console.line(row, 10)
@@ -101,7 +98,7 @@ def test_bytes_that_are_no_text_are_left_out(tmp_path):
 
 def monitor(tmp_path, logs: bool = True, **logging) -> Monitor:
     cfg = RunConfig(run=str(tmp_path), train=TrainConfig(steps=10), logging=LoggingConfig(**logging))
-    return Monitor(cfg, 10, Costs(1.0, 1.0, 1, None), logs)
+    return Monitor(cfg, 10, Costs(1.0, 1.0, 1, None), logs, PhaseClock())
 
 
 def test_tensorboard_has_the_names_and_hides_what_a_resume_repeats(tmp_path):

@@ -80,17 +80,19 @@ def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 def _watch_memory(steps: set[int], found: dict[int, dict[str, Any]]) -> None:
     """Remember everything that a step could change, right before these steps' updates."""
-    from megaponder.training import run as module
+    from megaponder.engine.step import Engine
+    from megaponder.training import loop as module
 
-    original = module.optimizer_step
+    original, loop, run = Engine.forward_backward, module.loop, []
 
-    def optimizer_step(engine: Any, optimizer: Any, batches: Any, step: int, *rest: Any) -> Any:
-        if step in steps:
-            with module.whole_parameters(engine):
-                found[step] = _memory(engine, optimizer)
-        return original(engine, optimizer, batches, step, *rest)
+    def forward_backward(self: Any, batches: Any, step: int, train: bool) -> Any:
+        if train and step in steps:
+            with module.whole_parameters(self):
+                found[step] = _memory(self, run[0].optimizer)
+        return original(self, batches, step, train)
 
-    _replace(module, "optimizer_step", optimizer_step)
+    _replace(module, "loop", lambda parts: (run.append(parts), loop(parts))[1])
+    _replace(Engine, "forward_backward", forward_backward)
 
 
 def _at_evaluation(number: int) -> None:
@@ -140,7 +142,7 @@ def _train(job: dict[str, Any]) -> Any:
     try:
         cfg = setup.complete(config(**job))
         groups = process_groups.init(cfg)
-        from megaponder.training.run import run
+        from megaponder.training.loop import run
 
         return run(cfg, groups)
     except UserError as error:
@@ -290,9 +292,9 @@ def checks_before(ports: list[int], **job: Any) -> list[str | None]:
 
 def never_leaves(**job: Any) -> None:
     """A run whose process groups do not end."""
-    from megaponder.training import loop
+    from megaponder.training import job as module
 
-    _replace(loop.process_groups, "shutdown", lambda: time.sleep(600))
-    _replace(loop, "PATIENCE", 0.5)
+    _replace(module.process_groups, "shutdown", lambda: time.sleep(600))
+    _replace(module, "PATIENCE", 0.5)
     os.environ.pop("MEGAPONDER_EXIT_FILE", None)
-    loop.train(config(**job))
+    module.train(config(**job))

@@ -36,7 +36,7 @@ def config(run: str, data: str, **changes: Any) -> RunConfig:
 
 def run_train(**job: Any) -> int:
     """Train once; the exit code."""
-    from megaponder.training.loop import train
+    from megaponder.training.job import train
 
     return train(config(**job))
 
@@ -53,7 +53,7 @@ def run_many(jobs: list[dict[str, Any]]) -> None:
         print(f"== {job['run']}", flush=True)
         cfg = setup.complete(config(**job))
         groups = process_groups.init(cfg)
-        from megaponder.training.run import run
+        from megaponder.training.loop import run
 
         run(cfg, groups)
 
@@ -83,16 +83,16 @@ def refusal_of_different_ranks(**job: Any) -> list[str]:
 
 def _before_step(at_step: int, action: Any) -> None:
     """Let `action(engine)` happen right before a step's computation."""
-    from megaponder.training import run as module
+    from megaponder.engine.step import Engine
 
-    original = module.optimizer_step
+    original = Engine.forward_backward
 
-    def wrapped(engine: Any, optimizer: Any, batches: Any, step: int, *rest: Any) -> Any:
-        if step == at_step:
-            action(engine)
-        return original(engine, optimizer, batches, step, *rest)
+    def wrapped(self: Engine, batches: Any, step: int, train: bool) -> Any:
+        if train and step == at_step:
+            action(self)
+        return original(self, batches, step, train)
 
-    module.optimizer_step = wrapped
+    Engine.forward_backward = wrapped  # type: ignore[method-assign]
 
 
 def run_and_signal(at_step: int, number: int, rank: int, **job: Any) -> int:

@@ -19,7 +19,7 @@ from megaponder.ranks import on_first_rank
 from megaponder.training.setup import refuse_other_model
 
 
-def begin(
+def resume(
     cfg: RunConfig, stage: MegatronModule, optimizer: MegatronOptimizer, say: Callable[[str], None]
 ) -> TrainState:
     """Load what checkpoint.resume and checkpoint.load ask for and say which it was.  All ranks call this."""

@@ -1,0 +1,48 @@
+"""The run's data in order: the next batch of a position, without the sequences that rollbacks have left out."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import replace
+
+from megaponder.checkpoint.state import TrainState
+from megaponder.config.budget import batch_at, sequences_after
+from megaponder.config.schema import RunConfig
+from megaponder.data.batch import MicroBatch
+from megaponder.data.stream import SampleStream, build_streams
+from megaponder.engine.groups import Groups
+from megaponder.training.record import FaultRecord, past
+
+
+class Batches:
+    """Training batches by position, and the held-out stream.  Equal on all ranks but for the rank's own share."""
+
+    def __init__(self, cfg: RunConfig, total: int, state: TrainState, record: FaultRecord, groups: Groups):
+        self._cfg, self._total, self._record, self._groups = cfg, total, record, groups
+        self.restart(state)
+
+    def restart(self, state: TrainState) -> None:
+        """Open the data for the steps from `state` on; called again after a rollback, which may leave out sequences."""
+        cfg, total = self._cfg, self._total
+        self._left_out = self._record.left_out()
+        needed = sequences_after(cfg, max(0, total - state.step), state.sequences)
+        # a batch that would touch a window begins behind it
+        needed += sum(
+            end - first + cfg.train.global_batch - 1 for first, end in self._left_out if end > state.sequences
+        )
+        streams = build_streams(cfg, needed, cfg.train.eval_batches * cfg.train.global_batch)
+        self._train = streams.train
+        self.valid: SampleStream | None = streams.valid
+
+    def size(self, state: TrainState) -> int:
+        """Sequences in the global batch of the coming step."""
+        return batch_at(self._cfg, state.sequences)
+
+    def skip_left_out(self, state: TrainState) -> TrainState:
+        """The position at which the coming batch begins."""
+        return replace(state, sequences=past(self._left_out, state.sequences, self.size(state)))
+
+    def fetch(self, state: TrainState) -> Future[list[MicroBatch]]:
+        """This rank's micro-batches of the coming step, being read."""
+        g = self._groups
+        return self._train.fetch(state.sequences, self.size(state), self._cfg.train.micro_batch, g.dp_rank, g.dp_size)

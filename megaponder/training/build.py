@@ -1,0 +1,124 @@
+"""`build`: from a configuration to the parts of a run, at the position from which it goes on."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from megatron.core.optimizer import MegatronOptimizer
+
+from megaponder.backbone.spec import implementations
+from megaponder.checkpoint.save import Saver
+from megaponder.checkpoint.state import TrainState
+from megaponder.config.budget import last_step
+from megaponder.config.schema import RunConfig
+from megaponder.engine.build import build_engine
+from megaponder.engine.groups import Groups
+from megaponder.engine.step import Engine
+from megaponder.monitor import identity
+from megaponder.monitor.monitor import Monitor
+from megaponder.monitor.phases import PhaseClock
+from megaponder.monitor.pondered import Pondered
+from megaponder.ponder.settings import method_of
+from megaponder.ranks import on_first_rank
+from megaponder.training import setup
+from megaponder.training.batches import Batches
+from megaponder.training.canary import Canary
+from megaponder.training.faults import Faults
+from megaponder.training.heartbeat import Heartbeat
+from megaponder.training.lock import own_run
+from megaponder.training.optimizer import build_optimizer, method_only
+from megaponder.training.profile import Profile
+from megaponder.training.report import Report
+from megaponder.training.resume import resume
+from megaponder.training.schedule import Schedule, build_schedule
+from megaponder.training.stop import StopFlag
+from megaponder.training.stragglers import Stragglers
+
+
+@dataclass
+class Run:
+    """The parts of a run on this rank, and its position."""
+
+    cfg: RunConfig
+    total: int
+    """Step at which the budget is spent."""
+    state: TrainState
+    """Position after the last step."""
+
+    engine: Engine
+    """Forward and backward of a global batch."""
+    optimizer: MegatronOptimizer
+    schedule: Schedule
+    """Learning rate by step."""
+    batches: Batches
+    """Training data in order, and the held-out data."""
+
+    clock: PhaseClock
+    """What this rank is doing."""
+    stop: StopFlag
+    """Requests to stop, agreed by all ranks."""
+    canary: Canary
+    """FP8 against BF16, before the first step."""
+    faults: Faults
+    """Judges each step's numbers."""
+    saver: Saver
+    monitor: Monitor
+    """Console, files, trackers, endpoint."""
+    report: Report
+    """Rows for the monitor."""
+    profile: Profile
+    who: identity.Identity
+    """Id of the run and number of this start, for metrics."""
+
+
+def build(cfg: RunConfig, groups: Groups, stack: ExitStack) -> Run:
+    """All parts, loaded from the newest whole checkpoint if there is one; `stack` ends what has to be ended.
+
+    All ranks call this.  UserError for what `resume` refuses, for data that cannot be read and for a folder in use.
+    """
+    folder, total = Path(cfg.run), cfg.train.steps
+    assert total is not None
+    clock = PhaseClock()
+    stop = stack.enter_context(StopFlag(groups.device, folder))
+    stack.enter_context(own_run(folder))
+    stack.enter_context(Heartbeat(folder, clock, *setup.patience(cfg)))
+
+    method = method_of(cfg)
+    built = setup.graphs_that_fit(cfg, method, groups.device, groups.world_size)
+    engine = build_engine(built, method, groups)
+    optimizer = build_optimizer(cfg, engine.ddp)
+    monitor = Monitor(cfg, total, setup.costs(cfg, method, groups.world_size), groups.logs(), clock)
+    faults = Faults(cfg.faults, folder, monitor.say, groups.device)
+    profile = stack.enter_context(Profile(cfg.logging, folder, groups.rank, partial(print, flush=True)))
+    stragglers = Stragglers(cfg.faults.straggler_ratio, groups.device)
+
+    state = resume(cfg, engine.stage, optimizer, monitor.say)
+    total = monitor.total = last_step(cfg, state.step, state.sequences, state.tokens)
+    schedule = build_schedule(cfg.schedule, cfg.optimizer, total)
+    batches = Batches(cfg, total, state, faults.record, groups)
+    saver = Saver(folder / "checkpoints", cfg, engine.stage, optimizer, newest=state.step, published=monitor.saved)
+    on_first_rank(lambda: setup.write_config(cfg))
+    stack.callback(monitor.close)
+    who = on_first_rank(lambda: identity.start(folder))
+    monitor.start(state.step, state.tokens, who)
+    report = Report(cfg, total, schedule, engine, monitor, stragglers, Pondered(cfg, state.step, groups.logs()))
+
+    monitor.say(implementations(built))
+    if built is not cfg:
+        monitor.say(
+            "Captured passes would not fit in this GPU's memory by the plan; cuda_graphs: true insists on them."
+        )
+    if method_only(cfg, state.step + 1):
+        last, name = cfg.train.method_only_steps, cfg.ponder.method
+        monitor.say(f"Up to step {last} only the parameters of {name} itself change, then all of them.")
+    if state.step >= total:
+        monitor.say(f"There is nothing to do: the budget of {total} steps is spent, and {state.step} are done.")
+    profile.expect(total - state.step)
+    canary = Canary(cfg, engine, monitor.say)
+    return Run(
+        cfg, total, state, engine, optimizer, schedule, batches, clock, stop, canary, faults, saver, monitor, report,
+        profile, who,
+    )  # fmt: skip

@@ -1,0 +1,57 @@
+"""`train`: process groups around the training loop, and what happens where they fail or do not end."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+
+from megaponder.config.schema import RunConfig
+from megaponder.engine import groups as process_groups
+from megaponder.errors import LostRank, first_line, is_lost_connection
+from megaponder.training import setup
+from megaponder.training.exit_code import leave, stopped
+
+PATIENCE = 60.0
+"""Seconds that process groups have to end."""
+
+
+def train(cfg: RunConfig) -> int:
+    """Train as the configuration says, or continue the run in its folder.  Every rank of the world calls this.
+
+    Returns 0 when the budget is spent, or after saving the exit code of what asked to stop (`training.stop`).  Raises
+    UserError for the user's mistakes, for a loss that is not finite and for a disk that is full, and LostRank when
+    another rank is gone; whole checkpoints stay as they are.
+    """
+    warnings.filterwarnings("ignore", module=r"megatron\.core")  # deprecations of its own, and libraries it misses
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # its collectives
+    warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf")  # its sharded optimizer
+    cfg = setup.complete(cfg)
+    try:
+        process_groups.start(cfg)
+        setup.refuse_different_ranks(cfg)  # before groups of the sizes that the configuration names
+        groups = process_groups.init(cfg)  # it also prepares a machine without a GPU for megatron-core's first import
+        from megaponder.training.loop import run
+
+        code = run(cfg, groups)
+    except Exception as error:
+        if isinstance(error, LostRank) or not is_lost_connection(error):
+            raise
+        why = first_line(error) or type(error).__name__
+        raise LostRank(f"Another rank was lost, or never came, before the first step ({why}).") from error
+    # not after an error: a rank that fails alone must end at once instead of waiting for the others here
+    _shut_down(code)
+    return code
+
+
+def _shut_down(code: int) -> None:
+    """Leave the process groups, but do not wait for ever for communicators that do not end: everything is saved."""
+
+    def give_up() -> None:
+        print(f"warning: the process groups did not end within {PATIENCE:.0f} s; all is saved, so we end.", flush=True)
+        leave(stopped(code))
+
+    timer = threading.Timer(PATIENCE, give_up)
+    timer.daemon = True
+    timer.start()
+    process_groups.shutdown()
+    timer.cancel()

@@ -1,0 +1,64 @@
+"""The row of a step: what the monitor is told, and the warnings that follow from it."""
+
+from __future__ import annotations
+
+from megaponder.config.schema import RunConfig
+from megaponder.engine import depth
+from megaponder.engine.step import Engine, StepOutput
+from megaponder.monitor.monitor import Monitor
+from megaponder.monitor.pondered import Pondered
+from megaponder.monitor.row import Row
+from megaponder.training.evaluate import Evaluation
+from megaponder.training.faults import finite
+from megaponder.training.schedule import Schedule
+from megaponder.training.stragglers import Stragglers
+
+
+class Report:
+    """Makes rows.  All ranks call every method: the comparison of ranks is a collective."""
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        total: int,
+        schedule: Schedule,
+        engine: Engine,
+        monitor: Monitor,
+        stragglers: Stragglers,
+        pondered: Pondered,
+    ):
+        self._engine, self._monitor, self._schedule = engine, monitor, schedule
+        self._stragglers, self._pondered = stragglers, pondered
+        # gates start equal, which is no collapse
+        self._gates_settled = max(schedule.warmup, min(100, total // 10))
+
+    def stepped(self, step: int) -> None:
+        """A step has ended."""
+        seconds = self._monitor.stepped(step)
+        self._stragglers.stepped(seconds.get("data", 0.0), self._engine.own_time.seconds())
+
+    def row(self, step: int, sequences: int, tokens: int, batch: int, out: StepOutput, norm: float) -> Row:
+        """Position and, where a row is due after this step, all that is known of it."""
+        row, monitor = Row(step, sequences, tokens), self._monitor
+        if not monitor.due(step):
+            return row
+        row.values = finite({"loss": out.loss, "grad_norm": norm})
+        row.values |= {"learning_rate": self._schedule(step), "global_batch": batch, "passes": out.passes}
+        row.values |= finite({"auxiliary_loss": out.aux}) if out.aux else {}
+        row.values |= finite(self._engine.fp8_amax())
+        row.stats = finite(depth.metrics(out.stats, out.loss))
+        share = monitor.throughput.costs.needed_share(depth.active_shares(row.stats))
+        row.values |= monitor.throughput.rates(step, tokens, monitor.seconds(), share)
+        if step > self._gates_settled:
+            monitor.warn("gates", depth.collapse_warning(row.stats))
+        values, sentence = self._stragglers.report()
+        row.values |= values
+        monitor.warn("stragglers", sentence)
+        return row
+
+    def add(self, row: Row, valid: Evaluation) -> None:
+        """Add an evaluation to the row of its step."""
+        row.values["validation_loss"] = valid.loss
+        row.stats |= {f"valid_{name}": value for name, value in valid.stats.items()}
+        if valid.by_token is not None and (sentence := self._pondered.write(row.step, valid.by_token)):
+            self._monitor.say(sentence)
