@@ -15,7 +15,7 @@ from benchmarks.command import RESULTS, write
 from benchmarks.training import TABLES
 from megaponder.errors import UserError
 
-SCRIPTS = ("attention", "calibrate", "halting", "methods", "preprocessing", "training")
+SCRIPTS = ("attention", "calibrate", "compare_commits", "halting", "methods", "preprocessing", "training")
 
 REFUSED = {
     "training nothing": "there is no such choice",
@@ -49,6 +49,10 @@ REFUSED = {
     "preprocessing --workers 2 0": "--workers: 0: it must be at least 1; use 1",
     "preprocessing --tokenizer none.json": "none.json: no such tokenizer",
     "preprocessing --tokenizer bytes": "bytes: the plain loop reads a file tokenizer.json",
+    "compare_commits tests": "tests: this folder holds no tree of megaponder; name a commit",
+    "compare_commits no-such-commit": "no-such-commit is neither a folder nor a commit that git can check out here",
+    "compare_commits HEAD --only nothing": "no case contains it; the cases are: vanilla, loop",
+    "compare_commits HEAD --jobs 0": "--jobs: 0: it must be at least 1; use 1",
     "calibrate nope --depth 2": "no checkpoint or run folder nope",
     "calibrate run": "required: --depth",
     "calibrate run --depth 9": "run has 4 passes, and the depth must lie between 1 and 4; use 4",
@@ -173,8 +177,8 @@ def test_help(script: str, capsys: pytest.CaptureFixture[str]) -> None:
         main(script, "--help")
     told = capsys.readouterr().out
     assert ended.value.code == 0 and f"python -m benchmarks.{script}" in told
-    assert ("--output" in told) == (script != "calibrate")  # which only prints
+    assert ("--output" in told) == (script not in ("calibrate", "compare_commits"))  # which only print
 
 
 def test_every_script_is_tried() -> None:
-    assert {p.stem for p in RESULTS.parent.glob("*.py")} == {*SCRIPTS, "command", "report"}
+    assert {p.stem for p in RESULTS.parent.glob("*.py")} == {*SCRIPTS, "command", "one_tree", "report"}
