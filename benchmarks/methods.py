@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +23,7 @@ from benchmarks.command import add_output, number, parser, script, write
 from benchmarks.report import origin
 from megaponder.data.indexed import read_index
 from megaponder.data.tokenizer import load_tokenizer
-from megaponder.demo.commands import Background, warm_up
+from megaponder.errors import UserError
 
 CONFIG = Path(__file__).parents[1] / "configs" / "demo.yaml"
 EVALUATIONS = 5
@@ -67,7 +69,12 @@ def run(name: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
     begin = time.perf_counter()
     args.runs.mkdir(parents=True, exist_ok=True)
-    Background(command(name, folder, args), args.runs / f"{folder.name}.log").wait()
+    log = args.runs / f"{folder.name}.log"
+    with log.open("w") as out:
+        words = [sys.executable, "-m", "megaponder", *command(name, folder, args)]
+        env = {"OMP_NUM_THREADS": "1"} | os.environ
+        if code := subprocess.run(words, env=env, stdout=out, stderr=subprocess.STDOUT).returncode:
+            raise UserError(f"{name}: training ended with exit code {code}; the end of {log} says why.")
     seconds = time.perf_counter() - begin
     print(f"{name}: {seconds:.0f} s", flush=True)
     cfg = resolve(load_config(folder / "config.yaml", []))
@@ -149,7 +156,6 @@ def main(argv: list[str] | None = None) -> None:
     for path in args.data:  # here once, not in every method's run
         read_index(path)
     load_tokenizer(args.tokenizer)
-    warm_up()
     names = list(dict.fromkeys(args.only))  # two runs of a name would share their folder
     folders = [args.runs / name.replace(", ", "-").replace(" ", "-") for name in names]
     with ThreadPoolExecutor(args.jobs) as pool:

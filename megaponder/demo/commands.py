@@ -1,21 +1,14 @@
-"""The demo's steps are the commands a user would type: they are shown, then run as processes of their own.
-
-The processes are forked from one that has the imports behind it (`preload`), which spares each of them the wait.
-"""
+"""The demo's steps are the commands a user would type: they are shown, then run."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.syntax import Syntax
@@ -24,123 +17,52 @@ from megaponder.errors import UserError
 
 POLL_SECONDS = 0.25
 
-_processes = multiprocessing.get_context("forkserver")
 
+class Command:
+    """`megaponder WORDS`, shown and started; its output goes where this program's goes, or to a file."""
 
-def warm_up() -> None:
-    """Begin the imports that the commands share; they go on while the caller works."""
-    from multiprocessing.forkserver import ensure_running
+    def __init__(self, console: Console, words: Sequence[str], log: Path | None = None):
+        self.shown, self._log = shlex.join(["megaponder", *words]), log
+        to_log = f" > {relative(log)} &" if log else ""
+        console.print(f"[bold green]$[/] {self.shown}{to_log}", highlight=False, soft_wrap=True)
+        sys.stdout.flush()
+        # matrices of this size gain nothing from a second thread, and much is lost where it has to be waited for
+        env = {"OMP_NUM_THREADS": "1"} | os.environ
+        out = log.open("w") if log else None
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "megaponder", *words], env=env, stdout=out, stderr=subprocess.STDOUT if log else None
+        )
 
-    # matrices of this size gain nothing from a second thread, and much is lost where it has to be waited for
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    _processes.set_forkserver_preload(["megaponder.demo.preload"])
-    ensure_running()
+    def wait(self) -> None:
+        """Until it ends; UserError if it failed."""
+        if code := self.process.wait():
+            said = self._log.read_text(errors="replace").strip().splitlines() if self._log else []
+            why = f"it said: {said[-1]}" if said else "its last lines above say why."
+            raise UserError(f"`{self.shown}` ended with exit code {code}; {why}")
 
-
-def run_command(console: Console, words: list[str]) -> None:
-    """Shows and runs `megaponder WORDS`; its output goes where this program's goes.  UserError if it fails."""
-    process = _start(console, words)
-    process.join()
-    _refuse_failure(words, process.exitcode)
-
-
-def run_light(console: Console, words: list[str]) -> None:
-    """The same for a command that needs none of those imports: it does not wait for them."""
-    console.print(f"[bold green]$[/] {_shown(words)}", highlight=False, soft_wrap=True)
-    sys.stdout.flush()
-    _refuse_failure(words, subprocess.run([sys.executable, "-m", "megaponder", *words], check=False).returncode)
-
-
-def kill_command(console: Console, words: list[str], when: Callable[[], bool]) -> bool:
-    """Starts `megaponder WORDS` and kills it with SIGKILL as soon as `when()` holds.
-
-    Returns whether it was killed; False means that it had finished before.  UserError if it failed by itself.
-    """
-    process = _start(console, words)
-    while process.exitcode is None:
-        if when():
-            process.kill()
-            process.join()
-            return (process.exitcode or 0) < 0
-        time.sleep(POLL_SECONDS)
-    _refuse_failure(words, process.exitcode)
-    return False
-
-
-class Background:
-    """`megaponder WORDS > LOG &`: a command that runs while others do."""
-
-    def __init__(self, words: list[str], log: Path):
-        self.shown = f"{_shown(words)} > {relative(log)} &"
-        self._words, self._log = words, log
-        self._process = _forked(_megaponder, words, str(log))
-
-    def wait(self) -> str:
-        """What it has printed, once it has ended.  UserError if it failed."""
-        self._process.join()
-        printed = self._log.read_text(errors="replace")
-        _refuse_failure(self._words, self._process.exitcode, printed)
-        return printed
+    def kill_when(self, reached: Callable[[], bool]) -> bool:
+        """Kill it with SIGKILL as soon as `reached()` holds; False if it ended before.  UserError if it failed."""
+        while self.process.poll() is None:
+            if reached():
+                self.stop()
+                return True
+            time.sleep(POLL_SECONDS)
+        self.wait()
+        return False
 
     def stop(self) -> None:
-        """Ends it, if it still runs."""
-        if self._process.exitcode is None:
-            self._process.kill()
+        """Kill it, if it still runs."""
+        self.process.kill()
+        self.process.wait()
 
 
 def run_python(console: Console, code: str, *arguments: str) -> None:
     """Shows and runs a few lines of Python; `arguments` are its sys.argv[1:]."""
     console.print(Syntax(code.strip(), "python", background_color="default"))
-    process = _forked(_python, code, arguments)
-    process.join()
-    if process.exitcode != 0:
-        raise UserError(f"the Python lines above ended with exit code {process.exitcode}; what they printed says why.")
-
-
-@contextmanager
-def forked(function: Callable[..., Any], *arguments: Any) -> Iterator[Callable[[], Any]]:
-    """Runs `function(*arguments)` beside the block, where the imports are done; gives what waits for its result."""
-    with _processes.Pool(1) as pool:
-        yield pool.apply_async(function, arguments).get
-
-
-def _start(console: Console, words: list[str]) -> BaseProcess:
-    console.print(f"[bold green]$[/] {_shown(words)}", highlight=False, soft_wrap=True)
-    return _forked(_megaponder, words)
-
-
-def _forked(target: Callable[..., None], *arguments: Any) -> BaseProcess:
     sys.stdout.flush()
-    process = _processes.Process(target=target, args=arguments)
-    process.start()
-    return process
-
-
-def _megaponder(words: list[str], log: str | None = None) -> None:
-    from megaponder.cli.main import main
-
-    if log is not None:
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-
-    sys.exit(main(words))
-
-
-def _python(code: str, arguments: tuple[str, ...]) -> None:
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    sys.argv = ["-c", *arguments]
-    exec(compile(code, "<sample>", "exec"), {"__name__": "__main__"})
-
-
-def _refuse_failure(words: list[str], code: int | None, printed: str = "") -> None:
-    if code != 0:
-        why = f"it said: {printed.strip().splitlines()[-1]}" if printed.strip() else "its last lines above say why."
-        raise UserError(f"`{_shown(words)}` ended with exit code {code}; {why}")
-
-
-def _shown(words: list[str]) -> str:
-    return shlex.join(["megaponder", *words])
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if status := subprocess.run([sys.executable, "-c", code, *arguments], env=env).returncode:
+        raise UserError(f"the Python lines above ended with exit code {status}; what they printed says why.")
 
 
 def relative(path: Path) -> str:

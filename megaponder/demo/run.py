@@ -11,16 +11,7 @@ from rich.console import Console
 from megaponder.config.load import load_config
 from megaponder.config.schema import RunConfig
 from megaponder.demo import corpus, curves
-from megaponder.demo.commands import (
-    Background,
-    forked,
-    kill_command,
-    relative,
-    run_command,
-    run_light,
-    run_python,
-    warm_up,
-)
+from megaponder.demo.commands import Command, relative, run_python
 from megaponder.demo.tokenizer import train_tokenizer
 from megaponder.errors import UserError
 from megaponder.monitor import jsonl
@@ -69,7 +60,6 @@ class Demo:
     def run(self) -> int:
         """All steps in order."""
         claim(self.folder)
-        warm_up()
         self.prepare_data()
         self.train()
         sentence = self.compare_and_export()
@@ -102,7 +92,8 @@ class Demo:
         self.title("Indexed datasets")
         for name, source in corpora.items():
             output = relative(self.folder / "data" / name)
-            run_light(self.console, ["prepare", relative(source), "--tokenizer", relative(path), "--output", output])
+            words = ["prepare", relative(source), "--tokenizer", relative(path), "--output", output]
+            Command(self.console, words).wait()
 
     def command(self, name: str, overrides: list[str]) -> list[str]:
         """The training command of a run; paths are given only where they differ from the configuration's."""
@@ -119,13 +110,13 @@ class Demo:
     def train(self) -> None:
         """The vanilla twin on one core and, meanwhile, the pondering model on the other."""
         self.title("Training: PonderLM, killed half way, beside vanilla")
-        command = self.command("vanilla", ["--ponder.method", "vanilla"])
-        twin = Background(command, self.folder / "vanilla.log")
-        self.console.print(f"[bold green]$[/] {twin.shown}", highlight=False, soft_wrap=True)
+        command, log = self.command("vanilla", ["--ponder.method", "vanilla"]), self.folder / "vanilla.log"
+        twin = Command(self.console, command, log)
         try:
             self.train_with_a_kill()
             self.title("The vanilla twin: the end of its log")
-            for line in twin.wait().splitlines()[-2:]:
+            twin.wait()
+            for line in log.read_text().splitlines()[-2:]:
                 self.console.print(line, highlight=False, markup=False, soft_wrap=True)
         finally:
             twin.stop()
@@ -136,22 +127,22 @@ class Demo:
         run = self.folder / "ponderlm"
         cfg = load_config(CONFIG, command[2:])
         target = cfg.checkpoint.every + cfg.logging.every
-        killed = kill_command(self.console, command, lambda: reached(run, target, cfg))
+        killed = Command(self.console, command).kill_when(lambda: reached(run, target, cfg))
         self.title("The same command again: it continues from the checkpoint")
         if not killed:
             self.console.print("It had finished before it could be killed, so there is nothing to continue.")
             return
         self.console.print("[red]Killed (SIGKILL).[/]")
-        run_command(self.console, command)
+        Command(self.console, command).wait()
         self.console.print(repeated_steps(run), highlight=False)
 
     def compare_and_export(self) -> str:
         """Plots both runs beside the export of the pondering model; returns what is to be seen in the plot."""
         self.title("Validation curves, and meanwhile the export to Hugging Face")
         plot = self.folder / "validation.png"
-        with forked(compare, self.folder, plot) as sentence:
-            run_command(self.console, ["export", relative(self.folder / "ponderlm"), relative(self.folder / "hf")])
-            told: str = sentence()
+        export = Command(self.console, ["export", relative(self.folder / "ponderlm"), relative(self.folder / "hf")])
+        told = compare(self.folder, plot)
+        export.wait()
         self.console.print(f"plotted in {relative(plot)}")
         return told
 

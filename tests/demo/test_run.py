@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from megaponder.demo.commands import Command
 from megaponder.demo.run import MARKER, claim, repeated_steps
 from megaponder.errors import UserError
 
@@ -37,3 +39,14 @@ def test_repeated_steps_are_compared(tmp_path: Path) -> None:
     assert "exactly the same losses" in repeated_steps(tmp_path)
     write("metrics.superseded.jsonl", {10: 3.5})
     assert "differ by up to 5.0e-01" in repeated_steps(tmp_path)
+
+
+def test_a_command_that_fails_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", str(tmp_path / "none.yaml")]
+    with pytest.raises(UserError, match=r"`megaponder plan .*none.yaml` ended with exit code 2; its last lines above"):
+        Command(Console(), words).wait()
+    assert "there is no such file" in capfd.readouterr().err
+    with pytest.raises(UserError, match=r"exit code 2; it said: error: .*there is no such file"):
+        Command(Console(), words, tmp_path / "log").wait()
+    command = Command(Console(), ["plan", "--presets"])
+    assert command.kill_when(lambda: False) is False, "it ended by itself"

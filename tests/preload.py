@@ -1,4 +1,4 @@
-"""What the demo's commands share: imported once, by the process that they are forked from.
+"""What the workers of tests share: imported once, by the process that they are forked from (`distributed.py`).
 
 On two slow cores these imports take longer than anything else in a small model's life.
 """
