@@ -40,7 +40,7 @@ class Exporter:
         s = self.samples
         s.set("step", step)
         s.set("last_step_timestamp_seconds", time.time())
-        s.observe_step(seconds)
+        s.observe("step_duration_seconds", seconds)
         for name, value in phases.items():
             s.observe("phase_duration_seconds", value, name)
 

@@ -1,69 +1,83 @@
-"""The present values of all Prometheus metrics of a process, and how prometheus-client reads them.
-
-The training thread only assigns to dictionary items; a scrape reads them in the server's thread.  Neither waits for the
-other, so a scrape may see a step half told, never a step delayed.
-"""
+"""The Prometheus metrics of a process: prometheus-client's own types, made from the table of `registry`."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Info,
     Metric,
-    SummaryMetricFamily,
+    Summary,
+    disable_created_metrics,
 )
 from prometheus_client.registry import Collector
 
 from megaponder.monitor import registry
 from megaponder.monitor.row import Row
 
-KNOWN = {m.prometheus: m for m in registry.METRICS if m.prometheus}
-Labels = tuple[str, ...]
+disable_created_metrics()  # a second series for each counter, which no board or alert reads
+TYPES: dict[registry.Kind, Any] = {
+    "gauge": Gauge, "counter": Counter, "histogram": Histogram, "summary": Summary, "info": Info,
+}  # fmt: skip
 
 
 class Samples(Collector):
-    """Values by metric and labels."""
+    """Values by metric and labels.  A metric has no sample before its first value."""
 
     def __init__(self, common: Mapping[str, str], build: Mapping[str, str]):
-        self._common = [common[name] for name in registry.COMMON_LABELS]
-        self._build = dict(build)
-        self._values: dict[tuple[str, Labels], float] = {}
-        self._summaries: dict[tuple[str, Labels], tuple[float, int]] = {}
-        self._histogram: tuple[tuple[int, ...], float] = ((0,) * (len(registry.BUCKETS) + 1), 0.0)
+        self._common = {name: common[name] for name in registry.COMMON_LABELS}
+        self._registry = CollectorRegistry()
+        self._known = {m.prometheus: m for m in registry.METRICS if m.prometheus}
+        self._metrics = {name: self._made(metric) for name, metric in self._known.items()}
+        self._of("build").info(dict(build))
+
+    def _made(self, metric: registry.Metric) -> Any:
+        labels = list(registry.COMMON_LABELS) + ([] if metric.kind == "info" else list(metric.labels))
+        more = {"buckets": registry.BUCKETS} if metric.kind == "histogram" else {}
+        name = registry.PREFIX + metric.prometheus
+        return TYPES[metric.kind](name, metric.help, labels, registry=self._registry, **more)
+
+    def _of(self, name: str, *labels: str) -> Any:
+        return self._metrics[name].labels(*self._common.values(), *labels)
 
     def set(self, name: str, value: float, *labels: str) -> None:
         """The value of a gauge or counter, by its Prometheus name."""
-        self._values[name, labels] = value
+        metric = self._of(name, *labels)
+        if self._known[name].kind == "gauge":
+            metric.set(value)
+            return
+        before = self.get(name, *labels) or 0.0
+        if value < before:  # tokens, after the run has gone back to a checkpoint
+            metric.reset()
+            before = 0.0
+        metric.inc(value - before)
 
     def get(self, name: str, *labels: str) -> float | None:
-        """The value that was set last."""
-        return self._values.get((name, labels))
+        """The present value of a gauge or counter; None before its first."""
+        return self._sample(self._known[name], self._known[name].exposed[0], labels)
+
+    def _sample(self, metric: registry.Metric, exposed: str, labels: Iterable[str] = ()) -> float | None:
+        own = dict(zip(metric.labels, labels, strict=True))
+        return self._registry.get_sample_value(exposed, self._common | own)
 
     def count(self, name: str, *labels: str) -> None:
         """One more."""
-        self._values[name, labels] = self._values.get((name, labels), 0) + 1
+        self._of(name, *labels).inc()
 
     def observe(self, name: str, value: float, *labels: str) -> None:
-        """One more observation of a summary."""
-        total, count = self._summaries.get((name, labels), (0.0, 0))
-        self._summaries[name, labels] = total + value, count + 1
-
-    def observe_step(self, seconds: float) -> None:
-        """One more step in the histogram of step durations."""
-        counts, total = self._histogram
-        at = bisect_left(registry.BUCKETS, seconds)
-        self._histogram = tuple(c + (i == at) for i, c in enumerate(counts)), total + seconds
+        """One more observation of a summary or histogram."""
+        self._of(name, *labels).observe(value)
 
     def mean_step(self) -> float:
         """Mean seconds of the steps so far; 0 before the first."""
-        counts, total = self._histogram
-        return total / max(1, sum(counts))
+        steps = self._known["step_duration_seconds"]
+        _, total, count = (self._sample(steps, exposed) or 0.0 for exposed in steps.exposed)
+        return total / max(1.0, count)
 
     def take(self, row: Row) -> None:
         """All values of a row that Prometheus has a name for."""
@@ -75,36 +89,4 @@ class Samples(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Called by a scrape."""
-        values, summaries = dict(self._values), dict(self._summaries)
-        for name, metric in KNOWN.items():
-            family = self._family(metric)
-            for (of, labels), value in values.items():
-                if of == name:
-                    family.add_metric([*self._common, *labels], value)
-            for (of, labels), (total, count) in summaries.items():
-                if of == name:
-                    family.add_metric([*self._common, *labels], count, total)
-            if metric.kind == "histogram":
-                self._add_histogram(family)
-            if metric.kind == "info":
-                family.add_metric(self._common, self._build)
-            if family.samples:
-                yield family
-
-    def _family(self, metric: registry.Metric) -> Any:
-        families: dict[str, Any] = {
-            "gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily,
-            "summary": SummaryMetricFamily, "info": InfoMetricFamily,
-        }  # fmt: skip
-        names = list(registry.COMMON_LABELS) + ([] if metric.kind == "info" else list(metric.labels))
-        return families[metric.kind](registry.PREFIX + metric.prometheus, metric.help, labels=names)
-
-    def _add_histogram(self, family: Any) -> None:
-        counts, total = self._histogram
-        if not sum(counts):
-            return
-        below, buckets = 0, []
-        for end, count in zip([*map(str, registry.BUCKETS), "+Inf"], counts, strict=True):
-            below += count
-            buckets.append((end, below))
-        family.add_metric(self._common, buckets, total)
+        return (family for family in self._registry.collect() if family.samples)

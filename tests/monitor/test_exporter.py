@@ -16,6 +16,7 @@ from megaponder.monitor import exporter, identity, registry
 from megaponder.monitor.monitor import Monitor
 from megaponder.monitor.phases import PhaseClock
 from megaponder.monitor.row import Row
+from megaponder.monitor.samples import Samples
 from megaponder.monitor.server import health
 from megaponder.monitor.throughput import Costs
 from tests.distributed import free_port
@@ -137,3 +138,15 @@ def test_health_fails_when_steps_cease(tmp_path: Path) -> None:
     status, body = health(made.samples, last + 1100)
     assert status.startswith("503") and body == {"status": "stalled", "step": 8, "last_step_age_seconds": 1100.0}
     made.close()
+
+
+def test_a_counter_may_go_back() -> None:
+    """Tokens do, with the run; Prometheus takes it for a restart."""
+    s = Samples(dict.fromkeys(registry.COMMON_LABELS, "x"), {})
+    assert s.get("consumed_tokens") is None
+    for value in (64, 128, 96, 160):
+        s.set("consumed_tokens", value)
+        assert s.get("consumed_tokens") == value
+    s.count("skipped_steps", "spike")
+    s.count("skipped_steps", "spike")
+    assert s.get("skipped_steps", "spike") == 2 and s.get("skipped_steps", "nonfinite") is None
