@@ -89,7 +89,6 @@ def prompts(cfg: RunConfig) -> list[Tensor]:
     return sets
 
 
-@torch.no_grad()
 def check_tolerance(tolerance: float) -> None:
     """ConfigError for a tolerance that nothing meets, or that everything does; before the work."""
     if not 0 < tolerance < math.inf:
