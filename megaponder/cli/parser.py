@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import re
+import sys
 from typing import Any, NoReturn
 
 from megaponder.config.fields import all_fields, nearest
@@ -45,19 +45,48 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """A UserError instead of usage and exit."""
-        name, _, problem = message.removeprefix("argument ").partition(": ")
-        action = next((a for a in self._actions if argparse._get_action_name(a) == name), None)
-        if action is not None and problem.startswith(("expected", "invalid", "ignored")):
-            word = re.search(r"'.*?'|\".*?\"", problem)
-            message = _sentence(name, action, word[0][1:-1] if word else None)
         raise UserError(f"{self.prog}: {message} (see {self.prog} --help).")
+
+    def refuse(self, action: argparse.Action, word: str | None) -> NoReturn:
+        """A UserError for an option's value (None: there is none)."""
+        self.error(_sentence(argparse._get_action_name(action) or "", action, word))
+
+    # argparse calls these with the option and the word; the messages that it makes of them are no data
+
+    def _get_value(self, action: argparse.Action, word: str) -> Any:
+        try:
+            return super()._get_value(action, word)
+        except argparse.ArgumentError as error:
+            if isinstance(error.__context__, argparse.ArgumentTypeError):  # the type has a sentence of its own
+                self.error(f"{argparse._get_action_name(action)}: {error.__context__}")
+            self.refuse(action, word)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            self.refuse(action, str(value))
+
+    def _match_argument(self, action: argparse.Action, pattern: str) -> int:
+        try:
+            return super()._match_argument(action, pattern)
+        except argparse.ArgumentError:
+            self.refuse(action, None)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does, but a switch with a value (--profile=3) is refused in this parser's words."""
+        args = sys.argv[1:] if args is None else list(args)
+        for word in itertools.takewhile(lambda word: word != "--", args):
+            option, equals, value = word.partition("=")
+            action = self._option_string_actions.get(option)
+            if equals and action is not None and action.nargs == 0:
+                self.refuse(action, value)
+        return super().parse_known_args(args, namespace)
 
     def refuse_value_of_switch(self, words: list[str], unknown: list[str]) -> None:
         """A UserError for a switch (--profile) followed by a word that nothing takes."""
         for option, word in itertools.pairwise(words):
             action = self._option_string_actions.get(option)
             if action is not None and action.nargs == 0 and word in unknown and not word.startswith("-"):
-                self.error(f"argument {argparse._get_action_name(action)}: ignored explicit argument {word!r}")
+                self.refuse(action, word)
 
     def refuse_unknown(self, words: list[str]) -> NoReturn:
         """Name the first word that no option takes, and the nearest option."""
