@@ -13,6 +13,7 @@ from megaponder.training.evaluate import evaluate
 from megaponder.training.faults import NotFinite
 from megaponder.training.optimizer import drop_backbone_gradients, method_only, set_lr
 from megaponder.training.rollback import roll_back
+from megaponder.training.shortage import worth_another_start
 from megaponder.training.step import gradient_norm, update, whole_parameters
 
 
@@ -20,6 +21,8 @@ def run(cfg: RunConfig, groups: Groups) -> int:
     """Train on the given process groups until the budget is spent or a stop is asked for; returns the exit code."""
     with ExitStack() as stack:
         parts = build(cfg, groups, stack)
+        first = parts.state.step
+        stack.enter_context(worth_another_start(lambda: parts.state.step > first))
         try:
             asked = loop(parts)
         except NotFinite:
