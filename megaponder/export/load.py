@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +9,7 @@ import torch
 
 from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError, first_line
-from megaponder.export import configs, folder, names
+from megaponder.export import code, configs, folder, names
 
 if TYPE_CHECKING:
     from megaponder.export.modeling_megaponder import MegaponderForCausalLM
@@ -20,9 +18,9 @@ if TYPE_CHECKING:
 def load_folder(path: Path, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False) -> Any:
     """The model of an export folder, in evaluation mode; weights from safetensors only.
 
-    A folder with its own modelling file is loaded through that very file, without transformers' cache of remote code.
-    Where it is not the one of this installation, its code is run only if that is asked for.  UserError for a folder
-    that makes no model, or one whose weights are not finite.
+    A folder with its own modelling file is loaded through that very file.  Where it is not the one of this
+    installation, its code is run only if that is asked for.  Nothing outside the folder is read, fetched or run.
+    UserError for a folder that makes no model, or one whose weights are not finite.
     """
     try:
         model, notes = _load(path, dtype, trust_remote_code)
@@ -42,40 +40,63 @@ def load_folder(path: Path, dtype: torch.dtype = torch.float32, trust_remote_cod
     return model.eval()
 
 
+ELSEWHERE = ("implementation", "kernel", "name_or_path", "auto_map", "commit_hash", "base_model", "fusion")
+"""Parts of the names of settings that make transformers fetch, run or swap something that is not in the folder."""
+
+
 def _load(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:
-    from transformers import AutoModelForCausalLM
+    """transformers gets a class, a configuration and tensors, never the folder: it would follow what that names."""
     from transformers.utils import logging
 
-    config = folder.read_json(path / "config.json")
-    cls: Any = AutoModelForCausalLM
-    if "auto_map" in config:
-        file, _, name = config["auto_map"]["AutoModelForCausalLM"].partition(".")
-        cls = getattr(_module(path / f"{Path(file).name}.py", trust_remote_code), name)
+    fields = folder.read_json(path, "config.json")
+    if fields.get("quantization_config"):
+        raise UserError(f"{path}: its weights are quantised (quantization_config), which is not supported.")
+    cls = _class(path, fields, trust_remote_code)
+    tensors = folder.read_weights(path)
+    refuse_too_large(path, fields, tensors)
+    own = {name: value for name, value in fields.items() if not any(part in name for part in ELSEWHERE)}
+    config = cls.config_class.from_dict(own)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in cls(config).parameters())
+    if size > 2 * (stored := sum(t.numel() for t in tensors.values())):
+        raise UserError(f"{path}: config.json makes a model of {size:,} parameters, and the weights have {stored:,}.")
     before = logging.get_verbosity()
     logging.set_verbosity_error()  # its table of what does not fit comes back in the notes, to be said in a sentence
     try:
         return cls.from_pretrained(
-            path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, use_safetensors=True
+            None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
     finally:
         logging.set_verbosity(before)
 
 
-def _module(source: Path, trust_remote_code: bool) -> Any:
-    if not source.is_file():
-        raise UserError(f"{source} is missing.")
-    if not trust_remote_code and source.read_bytes() != configs.SOURCE.read_bytes():
-        raise UserError(
-            f"{source} is not the modelling file of this version, and loading the model runs it; read it, then say "
-            "--trust-remote-code."
-        )
-    name = f"megaponder_export_{abs(hash(source.resolve())):x}"
-    spec = importlib.util.spec_from_file_location(name, source)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickling look their module up
-    spec.loader.exec_module(module)
-    return module
+def _class(path: Path, fields: dict[str, Any], trust_remote_code: bool) -> Any:
+    """The class of the folder's own modelling file, or transformers' own of a family that we know."""
+    import transformers
+
+    if "auto_map" in fields:
+        named = fields["auto_map"]
+        reference = named.get("AutoModelForCausalLM") if isinstance(named, dict) else named
+        sources = code.read(path, reference, trust_remote_code)
+        if code.is_ours(sources):
+            from megaponder.export.from_hf import run_config
+
+            run_config(fields, path, path, frozenset())  # bounds passes and sizes
+        return code.load(path, reference, sources)
+    native = dict(configs.NATIVE_TYPES.values())
+    kind = fields.get("model_type")
+    if not isinstance(kind, str) or kind not in native:
+        known = ", ".join([*native, "megaponder"])
+        raise UserError(f"{path}: model_type = {kind!r}: no model can be made of it; it must be one of {known}.")
+    return getattr(transformers, native[kind])
+
+
+def refuse_too_large(path: Path, fields: dict[str, Any], tensors: names.Tensors) -> None:
+    """UserError for more layers than the weights have tensors, before anything is made for each of them."""
+    for name in ("num_hidden_layers", "n_layer"):
+        layers = fields.get(name)
+        if isinstance(layers, int | float) and layers > len(tensors):
+            raise UserError(f"{path}: config.json has {layers:,} layers, and the weights have {len(tensors)} tensors.")
 
 
 def build_model(cfg: RunConfig, plain: names.Tensors, eos: int | None = None) -> MegaponderForCausalLM:

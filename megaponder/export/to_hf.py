@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from megaponder.checkpoint.state import load_state
 from megaponder.checkpoint.weights import read_weights
 from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError
-from megaponder.export import card, configs, folder, names, native, reference, tokenizer
+from megaponder.export import card, code, configs, folder, names, native, reference, tokenizer
 from megaponder.export.extra import need_transformers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -121,7 +120,8 @@ def write_model(
         tensors = native.to_native(plain, cfg.model.family, cfg.model.num_heads)
     else:
         config, tensors = configs.ponder_config(cfg, dtype, eos), plain
-        shutil.copyfile(configs.SOURCE, path / configs.SOURCE.name)
+        for name, content in code.composed().items():
+            (path / name).write_bytes(content)
     config["megaponder_version"] = __version__
     folder.write_json(path / "config.json", config)
     generation: dict[str, Any] = {"bos_token_id": eos, "eos_token_id": eos, "pad_token_id": eos}

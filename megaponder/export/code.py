@@ -1,0 +1,106 @@
+"""Modelling files: which are ours, and how a folder's are run.
+
+The text that is compared is the text that is run: files are read once, and modules are made of those bytes.  Nothing
+comes from compiled files (.pyc), from transformers' folder of downloaded modules, or from earlier imports.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import itertools
+import re
+import sys
+from collections.abc import Iterator
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megaponder import files
+from megaponder.errors import UserError
+from megaponder.export import configs
+
+LARGEST = 1 << 22
+"""Bytes of a modelling file."""
+_CLASS = re.compile(r"([A-Za-z_]\w*)\.([A-Za-z_]\w*)")
+_numbers = itertools.count()
+
+
+def composed() -> dict[str, bytes]:
+    """Name and content of every modelling file that an export of this version may carry."""
+    return {configs.SOURCE.name: configs.SOURCE.read_bytes()}
+
+
+def is_ours(sources: dict[str, bytes]) -> bool:
+    """Whether all of these files are those of this version."""
+    ours = composed()
+    return all(ours.get(name) == content for name, content in sources.items())
+
+
+def read(folder: Path, reference: object, trusted: bool) -> dict[str, bytes]:
+    """The files that `reference` (file.Class of an auto_map) needs, by name, the file itself first.
+
+    UserError where one of them is missing, lies outside the folder or, unless `trusted`, differs from ours.
+    """
+    match = _CLASS.fullmatch(reference) if isinstance(reference, str) else None
+    if match is None:
+        raise UserError(
+            f"{folder}: no model can be made of it (auto_map = {reference!r} does not name a class of a file in this "
+            "folder)."
+        )
+    ours, found, wanted = composed(), {}, [f"{match[1]}.py"]
+    for name in wanted:  # grows meanwhile
+        if name in found:
+            continue
+        path = files.inside(folder, name)
+        if not path.is_file():
+            raise UserError(f"{folder / name} is missing.")
+        content = files.read_bounded(path, LARGEST)
+        if not trusted and content != ours.get(name):
+            raise UserError(
+                f"{folder / name} is not a modelling file of this version, and loading the model runs it; read it, "
+                "then say --trust-remote-code."
+            )
+        found[name] = content
+        wanted += _neighbours(content)
+    return found
+
+
+def _neighbours(content: bytes) -> Iterator[str]:
+    """Files of the same folder that a file imports: `from .name import ...` and `from . import name`."""
+    for node in ast.walk(ast.parse(content)):
+        if isinstance(node, ast.ImportFrom) and node.level == 1:
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+            yield from (f"{name}.py" for name in names)
+
+
+def load(folder: Path, reference: str, sources: dict[str, bytes]) -> Any:
+    """The class that `reference` names, from `sources` as `read` gives them."""
+    package = f"megaponder_export_{next(_numbers)}"  # its own for each load: nothing has been imported under this name
+    sys.meta_path.insert(0, _Sources(package, folder, sources))
+    file, _, name = reference.partition(".")
+    return getattr(importlib.import_module(f"{package}.{file}"), name)
+
+
+class _Sources(MetaPathFinder, Loader):
+    """Makes modules of a package from bytes in memory."""
+
+    def __init__(self, package: str, folder: Path, sources: dict[str, bytes]):
+        self._package, self._folder, self._sources = package, folder, sources
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """The package itself, or a module that has a source."""
+        if name == self._package:
+            return ModuleSpec(name, self, is_package=True)
+        package, _, last = name.rpartition(".")
+        if package != self._package or f"{last}.py" not in self._sources:
+            return None
+        return ModuleSpec(name, self, origin=str(self._folder / f"{last}.py"))
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the bytes of the module's source."""
+        if module.__name__ != self._package:
+            name = f"{module.__name__.rpartition('.')[2]}.py"
+            exec(compile(self._sources[name], str(self._folder / name), "exec"), module.__dict__)
