@@ -59,15 +59,19 @@ def is_special(path: Path) -> bool:
     return path.exists() and not (path.is_file() or path.is_dir())
 
 
+class TooLargeError(UserError, ValueError):
+    """A file is none, or larger than one of its kind can be."""
+
+
 def read_bounded(path: str | os.PathLike[str], most: int) -> bytes:
-    """The bytes of a file from elsewhere; UserError where it is a pipe or a device, or has more than `most`."""
+    """The bytes of a file from elsewhere; TooLargeError for more than `most`, a pipe or a device."""
     path = Path(path)
     if is_special(path):
-        raise UserError(f"{path} is a pipe or a device; a file is needed.")
+        raise TooLargeError(f"{path} is a pipe or a device; a file is needed.")
     with path.open("rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
-        raise UserError(f"{path} has {path.stat().st_size:,} bytes; a file of its kind has at most {most:,}.")
+        raise TooLargeError(f"{path} has {path.stat().st_size:,} bytes; a file of its kind has at most {most:,}.")
     return content
 
 

@@ -15,10 +15,13 @@ import numpy as np
 
 from megaponder.data.segments import SegmentEncoder, supports
 from megaponder.errors import ConfigError, UserError
+from megaponder.files import read_bounded
 
 EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<eod>", "<EOD>", "<|end|>", "[EOS]")
 """Tokens that end a document where a tokenizer does not name one, most telling first."""
 
+LARGEST = 1 << 28
+"""Bytes of a tokenizer's file; the largest published ones have a seventh of it."""
 
 Flat = tuple[np.ndarray, np.ndarray]
 """Ids of all texts in a row (integers), and how many belong to each text (int32)."""
@@ -93,9 +96,10 @@ class HuggingFaceTokenizer:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         from tokenizers import Tokenizer as Backend
 
+        text = read_bounded(path, LARGEST)
         try:
-            content = json.loads(path.read_bytes())
-            self._backend = Backend.from_file(str(path))
+            content = json.loads(text)
+            self._backend = Backend.from_buffer(text)
         except Exception as error:  # the library raises bare Exception for a malformed file
             raise UserError(f"{path}: not a tokenizer.json that the tokenizers library can read ({error}).") from error
         self._backend.no_truncation()
@@ -184,8 +188,8 @@ def _configured_eos(folder: Path) -> str | None:
     if not path.is_file():
         return None
     try:
-        token = json.loads(path.read_bytes()).get("eos_token")
-    except (ValueError, AttributeError) as error:
+        token = json.loads(read_bounded(path, LARGEST)).get("eos_token")
+    except (ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON ({error}).") from error
     return token.get("content") if isinstance(token, dict) else token
 

@@ -68,6 +68,8 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     path = folder / name
     try:
         value = json.loads(files.read_bounded(files.inside(folder, name), LARGEST_JSON).decode())
+    except UserError:
+        raise
     except FileNotFoundError:
         raise UserError(f"{path} is missing.") from None
     except RecursionError:
