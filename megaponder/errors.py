@@ -59,13 +59,13 @@ def shortage(error: BaseException) -> str | None:
         return "This machine has no file descriptor left; end other programs, or raise fs.file-max."
     if code == errno.EAGAIN or "can't start new thread" in text:
         return (
-            "No more processes or threads can be started here; end other programs, or raise the limit (ulimit -u, or "
-            "that of the container)."
+            "No more processes or threads can be started here; end other programs, or raise the limits (ulimit -u and "
+            "-v, or those of the container)."
         )
     return None
 
 
-MACHINE = (OSError, RuntimeError, MemoryError, ImportError)
+MACHINE = (OSError, RuntimeError, MemoryError, ImportError, SystemError)
 """Types of the errors that `known` knows."""
 
 
@@ -86,10 +86,19 @@ def first_line(error: BaseException) -> str:
 _NO_MEMORY = ("can't allocate memory", "bad_alloc", "failed to map segment", os.strerror(errno.ENOMEM))
 
 
+def _memory_is_limited() -> bool:
+    import resource
+
+    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+
+
 def out_of_memory(error: BaseException) -> UserError | None:
     """The sentence for memory that ran out, of a GPU or of the host; None for other errors."""
-    said = first_line(error).rstrip(".")
+    lines = [line.strip() for line in str(error).splitlines() if any(sign in line for sign in _NO_MEMORY)]
+    said = (lines[0] if lines else first_line(error)).rstrip(".")
     kind = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if isinstance(error, SystemError):  # what CPython makes of an allocation that failed at a bad moment
+        kind = "error return without exception set" in said and _memory_is_limited()
     if not kind and not any(sign in str(error) for sign in _NO_MEMORY):
         return None
     if isinstance(error, ImportError):

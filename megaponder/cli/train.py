@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     early.listen()
 
     with exit_code.noted():
-        shortage.raise_descriptors()
+        shortage.check_limits()
         exit_code.forget_earlier_attempts(launcher.adopt().rank)
         cfg = load(args.config, args.overrides)
         if args.profile and not cfg.logging.profile_steps:

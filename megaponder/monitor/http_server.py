@@ -38,7 +38,7 @@ class HttpServer:
 
     def __init__(self, host: str, port: int, application: Application):
         self._application = application
-        self._listener = socket.create_server((host, port), backlog=4 * MOST)
+        self._listener = socket.create_server((host, port), backlog=128)
         self._listener.setblocking(False)
         self.host, self.port = self._listener.getsockname()[:2]
         self._selector = selectors.PollSelector()  # has no descriptor of its own

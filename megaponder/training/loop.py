@@ -19,10 +19,10 @@ from megaponder.training.step import gradient_norm, update, whole_parameters
 
 def run(cfg: RunConfig, groups: Groups) -> int:
     """Train on the given process groups until the budget is spent or a stop is asked for; returns the exit code."""
-    with ExitStack() as stack:
+    with worth_another_start() as start, ExitStack() as stack:
         parts = build(cfg, groups, stack)
         first = parts.state.step
-        stack.enter_context(worth_another_start(lambda: parts.state.step > first))
+        start.has_worked = lambda: parts.state.step > first
         try:
             asked = loop(parts)
         except NotFinite:
