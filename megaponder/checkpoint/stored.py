@@ -78,7 +78,7 @@ def index(path: Path) -> Metadata:
         raise ValueError(f"{objects[0]} is a pickled object, not a tensor")
     try:
         # every part has a place of its own: lists that many tensors share would take the square of the file's size
-        parts = sum(len(m.chunks) for m in found.state_dict_metadata.values())  # type: ignore[union-attr]
+        parts = sum(len(m.chunks) for m in found.state_dict_metadata.values())
         if parts > len(found.storage_data):
             raise ValueError(f"it has {parts} parts of tensors in {len(found.storage_data)} places")
         holes = [n for n, m in found.state_dict_metadata.items() if not _covered(n, m, found)]

@@ -39,8 +39,8 @@ def is_ours(sources: dict[str, bytes]) -> bool:
     return all(ours.get(name) == content for name, content in sources.items())
 
 
-def read(folder: Path, reference: object, trusted: bool) -> dict[str, bytes]:
-    """The files that `reference` (file.Class of an auto_map) needs, by name, the file itself first.
+def read(folder: Path, reference: object, trusted: bool) -> tuple[str, dict[str, bytes]]:
+    """`reference` (file.Class of an auto_map), and the files that it needs by name.
 
     UserError where one of them is missing, lies outside the folder or, unless `trusted`, differs from ours.
     """
@@ -65,7 +65,7 @@ def read(folder: Path, reference: object, trusted: bool) -> dict[str, bytes]:
             )
         found[name] = content
         wanted += _neighbours(content)
-    return found
+    return match[0], found
 
 
 def _neighbours(content: bytes) -> Iterator[str]:

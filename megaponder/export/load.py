@@ -77,7 +77,7 @@ def _class(path: Path, fields: dict[str, Any], trust_remote_code: bool) -> Any:
     if "auto_map" in fields:
         named = fields["auto_map"]
         reference = named.get("AutoModelForCausalLM") if isinstance(named, dict) else named
-        sources = code.read(path, reference, trust_remote_code)
+        reference, sources = code.read(path, reference, trust_remote_code)
         if code.is_ours(sources):
             from megaponder.export.from_hf import run_config
 

@@ -59,11 +59,10 @@ class HttpServer:
 
     def _serve(self) -> None:
         while not self._end.is_set():
-            ready = [key.fileobj for key, _ in self._selector.select(timeout=0.25)]
-            for one in ready:
-                if one in self._open:
-                    self._go_on(self._open[one])  # type: ignore[index]
-            if self._listener in ready:
+            ready = {key.fd for key, _ in self._selector.select(timeout=0.25)}
+            for connection in [c for s, c in self._open.items() if s.fileno() in ready]:
+                self._go_on(connection)
+            if self._listener.fileno() in ready:
                 self._accept()
             for connection in [c for c in self._open.values() if c.until < time.monotonic()]:
                 self._drop(connection)
