@@ -69,9 +69,10 @@ def read_bounded(path: str | os.PathLike[str], most: int) -> bytes:
     if is_special(path):
         raise TooLargeError(f"{path} is a pipe or a device; a file is needed.")
     with path.open("rb") as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise TooLargeError(f"{path} has {path.stat().st_size:,} bytes; a file of its kind has at most {most:,}.")
+        size = os.fstat(file.fileno()).st_size
+        content = b"" if size > most else file.read(most + 1)
+    if max(size, len(content)) > most:
+        raise TooLargeError(f"{path} has {size:,} bytes; a file of its kind has at most {most:,}.")
     return content
 
 

@@ -142,8 +142,9 @@ class SentencePieceTokenizer:
     def __init__(self, path: Path, name: str, eod: str | None, special_tokens: bool):
         from sentencepiece import SentencePieceProcessor
 
+        content = read_bounded(path, LARGEST)
         try:
-            self._backend = SentencePieceProcessor(model_file=str(path))
+            self._backend = SentencePieceProcessor(model_proto=content)
         except (RuntimeError, OSError) as error:
             raise UserError(f"{path}: not a sentencepiece model ({error}).") from error
         self.name, self._special_tokens = name, special_tokens
@@ -154,7 +155,7 @@ class SentencePieceTokenizer:
         pieces = self._backend
         special = [i for i in range(self.vocab_size) if pieces.is_control(i) or pieces.is_unknown(i)]
         self.special_tokens = {pieces.id_to_piece(i): i for i in special}
-        self.fingerprint = hashlib.sha256(path.read_bytes()).hexdigest()
+        self.fingerprint = hashlib.sha256(content).hexdigest()
 
     def _piece_id(self, piece: str) -> int | None:
         found = self._backend.piece_to_id(piece)
