@@ -90,6 +90,10 @@ class DataConfig:
     """Folder for index caches, shared by ranks and jobs; default: <run>/cache."""
     shuffle_seed: int | None = None
     """Seed of the sample order; default: train.seed."""
+    accept_changed: list[str] = field(default_factory=list)
+    """Datasets of the blends that may differ from those of the same names that the checkpoint was trained on."""
+    accept_zeros: list[str] = field(default_factory=list)
+    """Datasets of the blends in which long runs of token id 0 are meant, not parts of a file that was never written."""
 
 
 @dataclass

@@ -63,12 +63,13 @@ def _read(
     index: Index, meta: DatasetMeta | None, before: int, total: int, on_progress: Callable[[int, int], None]
 ) -> Audit:
     check_all(index)
-    ids = np.memmap(index.prefix + ".bin", index.dtype, "r")
+    all_lengths, offsets = index.lengths[:], index.offsets[:]
     hashes, crc, max_id, at = np.empty(index.sequences, np.uint64), 0, -1, 0
     while at < index.sequences:
-        end = _block_end(index, at)
-        begin, lengths = int(index.offsets[at]) // index.dtype.itemsize, index.lengths[at:end]
-        block = ids[begin : begin + int(lengths.sum(dtype=np.int64))]
+        limit = int(offsets[at]) + _BLOCK_TOKENS * index.dtype.itemsize
+        end = max(at + 1, int(np.searchsorted(offsets, limit)))
+        begin, lengths = int(offsets[at]) // index.dtype.itemsize, all_lengths[at:end]
+        block = index.ids[begin : begin + int(lengths.sum(dtype=np.int64))]
         data = block.tobytes()
         crc = zlib.crc32(data, crc)
         max_id = max(max_id, int(block.max())) if len(block) else max_id
@@ -76,24 +77,18 @@ def _read(
         on_progress(before + begin + len(block), total)
         at = end
     _compare(index, meta, crc, max_id)
-    order = np.argsort(index.lengths, kind="stable")[::-1][:LONGEST]
+    order = np.argsort(all_lengths, kind="stable")[::-1][:LONGEST]
     return Audit(
         index.prefix,
         index.documents,
         index.tokens,
-        int(np.sum(index.lengths == 0)),
-        [(int(index.lengths[i]), int(i)) for i in order],
+        int(np.sum(all_lengths == 0)),
+        [(int(all_lengths[i]), int(i)) for i in order],
         max_id,
         meta is not None and bool(meta.checksums),
         meta=meta,
         hashes=hashes,
     )
-
-
-def _block_end(index: Index, at: int) -> int:
-    """The sequence after the last one of a block of about `_BLOCK_TOKENS` tokens that begins with `at`."""
-    limit = int(index.offsets[at]) + _BLOCK_TOKENS * index.dtype.itemsize
-    return max(at + 1, int(np.searchsorted(index.offsets, limit)))
 
 
 def _hash(data: bytes, sizes: np.ndarray, into: np.ndarray) -> None:
@@ -122,7 +117,7 @@ def _compare(index: Index, meta: DatasetMeta | None, crc: int, max_id: int) -> N
 
 def _count_duplicates(found: list[Audit], opened: list[Index]) -> None:
     """Every sequence but the first of its kind is a duplicate; empty ones are not counted."""
-    lengths = np.concatenate([index.lengths for index in opened])
+    lengths = np.concatenate([index.lengths[:] for index in opened])
     hashes = np.concatenate([one.hashes for one in found])
     _, first = np.unique(hashes, return_index=True)
     repeated = np.ones(len(hashes), bool)

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import orjson
 import pydantic
 
@@ -132,6 +131,7 @@ def read_meta(index: Index) -> DatasetMeta | None:
 def inspect_dataset(prefix: str | os.PathLike[str]) -> DatasetInfo:
     """Describe the indexed dataset at `prefix` (path without .bin/.idx); UserError if it is missing or damaged."""
     index = read_index(prefix)
+    lengths = index.lengths[:]
     return DatasetInfo(
         index.prefix,
         index.documents,
@@ -139,7 +139,7 @@ def inspect_dataset(prefix: str | os.PathLike[str]) -> DatasetInfo:
         index.tokens,
         index.dtype.name,
         index.bin_bytes,
-        int(np.min(index.lengths)),
-        int(np.max(index.lengths)),
+        int(lengths.min()),
+        int(lengths.max()),
         read_meta(index),
     )
