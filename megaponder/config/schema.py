@@ -240,6 +240,8 @@ class FaultsConfig:
     """Times that a run goes back to the same checkpoint before it stops."""
     skip_data: bool = False
     """After going back, leave out the sequences of the skipped steps."""
+    max_without_targets: int = 8
+    """Steps, or evaluations, in a row in which no target counts; one more stops the run."""
     hang_minutes: float | None = None
     """Time without progress after which the stalled rank is named; default: half of parallel.timeout_minutes."""
     straggler_ratio: float = 1.25

@@ -25,6 +25,8 @@ WINDOW = 4096
 """Bytes of a window, and of a run of zeros from which on it is taken for a part that was never written."""
 _BLOCK = 1 << 24
 _THREADS = 16  # storage answers many requests at a time
+Stored = dict[str, str | int | None]
+"""An `Identity` as plain data."""
 _WORDS = {
     "bin_bytes": "size of .bin", "idx_bytes": "size of .idx", "idx_crc": "CRC-32 of .idx",
     "samples": "hash of sampled tokens", "tokenizer": "tokenizer",
@@ -43,11 +45,11 @@ class Identity:
     tokenizer: str | None
     """Its fingerprint; None where the dataset has no description."""
 
-    def stored(self) -> dict[str, str | int | None]:
+    def stored(self) -> Stored:
         """As plain data, for JSON."""
         return asdict(self)
 
-    def difference(self, other: dict[str, str | int | None]) -> str | None:
+    def difference(self, other: Stored) -> str | None:
         """What differs from another identity, in words (this one's value first); None if nothing does."""
         for f in fields(self):
             mine, theirs = getattr(self, f.name), other.get(f.name)
@@ -74,6 +76,15 @@ def identify_all(opened: dict[str, tuple[Index, DatasetMeta | None]]) -> dict[st
     """`identify` of each of many datasets."""
     with ThreadPoolExecutor(_THREADS) as pool:
         return dict(zip(opened, pool.map(lambda one: identify(*one), opened.values()), strict=True))
+
+
+def different(mine: dict[str, Stored], theirs: dict[str, Stored]) -> tuple[str, str] | None:
+    """The first dataset whose stored identities differ, and in what; None if all are equal."""
+    for path, stored in mine.items():
+        what = Identity(**stored).difference(theirs.get(path, {}))  # type: ignore[arg-type]
+        if what:
+            return path, what
+    return None
 
 
 def _crc(file: CheckedFile) -> int:
@@ -108,6 +119,6 @@ def refuse_unwritten(prefix: str, index: Index) -> None:
     """UserError for a dataset of which a part was never written."""
     if what := unwritten(index):
         raise UserError(
-            f"{prefix}.bin: {what}, as in a file that was not copied to its end; copy or prepare it again, or, if so many "
-            f"tokens of id 0 in a row belong there, add it to data.accept_zeros: [{prefix}]."
+            f"{prefix}.bin: {what}, as in a file that was not copied to its end; copy or prepare it again, or, if so "
+            f"many tokens of id 0 in a row belong there, say so with data.accept_zeros: [{prefix}]."
         )

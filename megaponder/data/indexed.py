@@ -115,7 +115,7 @@ class TokenReader:
         return self.index.lengths[:]
 
     def text(self, numbers: Sequence[int], begin: int, end: int) -> np.ndarray:
-        """Tokens of these sequences in a row, int64: from token `begin` of the first to `end` (excluded) of the last."""
+        """Tokens of these sequences in a row, int64: from token `begin` of the first up to token `end` of the last."""
         index, size, last = self.index, self.index.dtype.itemsize, len(numbers) - 1
         file, offsets, parts = index.ids.file, index.offsets, []
         for i, number in enumerate(numbers):

@@ -100,7 +100,7 @@ class EpochGPTDataset(GPTDataset):
         assert isinstance(config, OrderConfig)
         return TokenReader(config.indexes[dataset_path])
 
-    def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _build_document_sample_shuffle_indices(self) -> Any:
         config, lengths, ids = self.config, self.dataset.sequence_lengths, self.indices
         tokens = int(lengths[ids].sum(dtype=np.int64))
         epochs = epochs_for(self.num_samples, tokens, config.sequence_length)
@@ -136,8 +136,8 @@ class EpochGPTDataset(GPTDataset):
         text = self.dataset.text(self.document_index.part(first, last + 1).tolist(), begin, end + 1)
         if len(text) != self.config.sequence_length + 1:
             raise UserError(
-                f"{self.dataset_path}.idx: damaged (its lengths and offsets disagree in sample {place}); prepare or copy "
-                "the dataset again."
+                f"{self.dataset_path}.idx: damaged (its lengths and offsets disagree in sample {place}); prepare or "
+                "copy the dataset again."
             )
         return {"text": text}
 
@@ -147,7 +147,7 @@ class CachedBlend(BlendedDataset):
 
     config: OrderConfig
 
-    def _build_indices(self) -> tuple[np.ndarray, np.ndarray]:
+    def _build_indices(self) -> Any:
         def build() -> dict[str, np.ndarray]:
             source, sample = np.zeros(self.size, np.int16), np.zeros(self.size, np.int64)
             helpers.build_blending_indices(source, sample, self.weights, len(self.datasets), self.size, False)

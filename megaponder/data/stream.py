@@ -50,6 +50,15 @@ class SampleStream:
             )
         return text
 
+    def source(self, first: int, end: int) -> str:
+        """The datasets that sequences first ... end - 1 come from, in words."""
+        inside = getattr(self.dataset, "datasets", None)
+        if inside is None:
+            return str(self.dataset.dataset_path)  # type: ignore[attr-defined]
+        numbers = sorted({int(self.dataset.dataset_index[i]) for i in range(first, end)})  # type: ignore[attr-defined]
+        paths = [str(inside[number].dataset_path) for number in numbers]
+        return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
+
     def _read(self, first: int, global_batch: int, micro_batch: int, dp_rank: int, dp_size: int) -> list[MicroBatch]:
         return [
             make_micro_batch(
