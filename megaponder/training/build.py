@@ -129,6 +129,6 @@ def build(cfg: RunConfig, groups: Groups, stack: ExitStack) -> Run:
     profile.expect(total - state.step)
     canary = Canary(cfg, engine, monitor.say)
     return Run(
-        cfg, total, state, engine, optimizer, schedule, data, batches, clock, stop, canary, faults, saver, monitor, report,
-        profile, who,
+        cfg, total, state, engine, optimizer, schedule, data, batches, clock, stop, canary, faults, saver, monitor,
+        report, profile, who,
     )  # fmt: skip
