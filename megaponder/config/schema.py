@@ -73,7 +73,7 @@ class DataConfig:
     """Indexed datasets and how they are mixed."""
 
     train: list[str | float] = field(default_factory=list)
-    """Blend for training: `path` or `weight path weight path ...` (without .bin/.idx).  Weights count sequences."""
+    """Blend for training: `path` or `weight path ...` (without .bin/.idx).  Weights count sequences; 0: not read."""
     valid: list[str | float] = field(default_factory=list)
     """Blend for validation; empty: the held-out part of `train` given by `split`."""
     split: str = "969,30,1"

@@ -90,6 +90,7 @@ def build(cfg: RunConfig, groups: Groups, stack: ExitStack) -> Run:
     stack.enter_context(own_run(folder))
     stack.enter_context(Heartbeat(folder, clock, *setup.patience(cfg)))
 
+    data = SameData(cfg)
     method = method_of(cfg)
     built = setup.graphs_that_fit(cfg, method, groups.device, groups.world_size)
     engine = build_engine(built, method, groups)
@@ -99,7 +100,6 @@ def build(cfg: RunConfig, groups: Groups, stack: ExitStack) -> Run:
     profile = stack.enter_context(Profile(cfg.logging, folder, groups.rank, partial(print, flush=True)))
     stragglers = Stragglers(cfg.faults.straggler_ratio, groups.device)
 
-    data = SameData(cfg)
     state = resume(cfg, engine.stage, optimizer, data, monitor.say)
     total = monitor.total = last_step(cfg, state.step, state.sequences, state.tokens)
     schedule = build_schedule(cfg.schedule, cfg.optimizer, total)

@@ -20,7 +20,7 @@ HERE = "tests.training.data_workers"
 
 
 def run(target: str, root: Path, data: str) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Results of both ranks, and what was printed, by the run's name (with stages the last one is the rank that logs)."""
+    """Results of both ranks, and what was printed, by the run's name (the rank that logs depends on the layout)."""
     workers = Workers(f"{HERE}:{target}", 2, {"root": str(root), "data": data})
     try:
         results = workers.wait(600)
