@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 # instead of giving it back.  Halves the step of a small model where page faults are dear, as in virtual machines.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.arena_max=1:glibc.malloc.trim_threshold=2147483647:glibc.malloc.top_pad=67108864
 
-.PHONY: demo test lint format env clean help
+.PHONY: demo test lint format docs env clean help
 
 help: ## Show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "make %-8s %s\n", $$1, $$2}'
@@ -37,6 +37,9 @@ format: env ## Let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: env ## Build the documentation into site/; a broken link is an error
+	$(BIN)/python -m mkdocs build --strict
+
 env: $(STAMP) ## Make .venv with the tested versions (Python 3.10+; make env PYTHON=python3.12 picks another)
 
 # The stamp is written last, so an interrupted installation is taken up again.
@@ -50,5 +53,5 @@ $(STAMP): pyproject.toml setup.py constraints.txt docker/install.sh
 	@touch $@
 
 clean: ## Remove the environment, caches and the demo's folder
-	rm -rf $(VENV) $(DEMO) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DEMO) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
