@@ -113,7 +113,9 @@ def timetable() -> list[str]:
         for (where, work), start in starts.items():
             if where == stage:
                 forward, p, b = work
-                out.append(box(LEFT + start * UNIT, y, length(work) * UNIT, HEIGHT, (FORWARD if forward else BACKWARD)[p]))
+                out.append(
+                    box(LEFT + start * UNIT, y, length(work) * UNIT, HEIGHT, (FORWARD if forward else BACKWARD)[p])
+                )
                 middle = LEFT + (start + length(work) / 2) * UNIT
                 ink = "#000" if forward else "#fff"
                 out.append(text(middle, y + 21, str(b), text_anchor="middle", fill=ink, font_size="12"))

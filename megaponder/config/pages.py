@@ -1,6 +1,6 @@
 """The tables of docs/configuration.md, made from the schema: section by section every field with type and default.
 
-    python -m megaponder.config.pages docs/configuration.md
+python -m megaponder.config.pages docs/configuration.md
 """
 
 from __future__ import annotations

@@ -122,6 +122,10 @@ def patches() -> set[tuple[str, str]]:
         }
         for node in ast.walk(tree):
             for target in node.targets if isinstance(node, ast.Assign) else []:
-                if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id in names:
+                if (
+                    isinstance(target, ast.Attribute)
+                    and isinstance(target.value, ast.Name)
+                    and target.value.id in names
+                ):
                     found.add((path, f"{target.value.id}.{target.attr}"))
     return found

@@ -34,8 +34,12 @@ def spans(page: Path) -> list[str]:
 @lru_cache
 def words() -> frozenset[str]:
     """All words of tracked files that are not documentation."""
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
-    texts = [ROOT / name for name in listed if name.endswith((".py", ".sh", ".sbatch", ".yaml", ".yml", ".toml", "run"))]
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )
+    texts = [
+        ROOT / name for name in listed if name.endswith((".py", ".sh", ".sbatch", ".yaml", ".yml", ".toml", "run"))
+    ]
     texts += [ROOT / "Makefile", ROOT / "docker" / "cpu.Dockerfile"]
     own = [p for p in texts if p.is_file() and p != Path(__file__)]
     return frozenset(word for p in own for word in re.findall(r"\w+", p.read_text()))
@@ -106,7 +110,9 @@ def _option(span: str) -> str | None:
 @lru_cache
 def _with_options() -> tuple[str, ...]:
     folders = ("megaponder", "benchmarks", "launch", "tests/launch")
-    return tuple(str(p) for folder in folders for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".sh", ".sbatch"))
+    return tuple(
+        str(p) for folder in folders for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".sh", ".sbatch")
+    )
 
 
 def _symbol(span: str) -> str | None:
@@ -116,8 +122,8 @@ def _symbol(span: str) -> str | None:
         return None
     if not ("_" in name or "." in name or re.search(r"[a-z][A-Z]", name)) or name in FOREIGN:
         return None
-    if name.startswith("megaponder_"):
-        return None  # a metric: tests/monitor compares their table with the registry
+    if name.startswith(("megaponder_", "ponder_")):
+        return None  # a metric: tests/monitor compares the table with the registry
     if name.startswith("megaponder.") and not _resolves(name):
         return f"there is no {name}"
     unknown = [part for part in name.split(".") if part not in words()]
