@@ -1,4 +1,4 @@
-"""The README's commands: all of them are legal, and the cheap ones print what it says they print."""
+"""The commands of README and tour: all of them are legal, and the cheap ones print what is shown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megaponder.config.rules import check
 from megaponder.ponder.settings import method_of
 
 ROOT = Path(__file__).resolve().parents[1]
-TEXT = (ROOT / "README.md").read_text()
+README, TOUR = ((ROOT / page).read_text() for page in ("README.md", "docs/tour.md"))
 SHORTENED = " ..."
 """Ends a printed line that was cut; alone on a line it stands for lines left out."""
 
@@ -39,7 +39,7 @@ def commands() -> list[Shown]:
     """All commands of fenced blocks: lines that begin with a prompt, or with the name of a program."""
     found: list[Shown] = []
     variables: dict[str, str] = {}
-    for block in re.findall(r"^```\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE):
+    for block in re.findall(r"^```\n(.*?)^```$", README + TOUR, re.DOTALL | re.MULTILINE):
         current: Shown | None = None
         for line in block.replace("\\\n", " ").splitlines():
             if assigned := re.fullmatch(r'\$ ([A-Z]+)="(.*)"', line):
@@ -56,7 +56,7 @@ def commands() -> list[Shown]:
 
 
 COMMANDS = commands()
-CHEAP = [c for c in COMMANDS if c.words[:2] == ["megaponder", "plan"]]
+CHEAP = [c for c in COMMANDS if c.words[:2] == ["megaponder", "plan"] and c.printed]
 
 
 def megaponder_words(words: list[str]) -> tuple[list[str], int]:
@@ -67,6 +67,10 @@ def megaponder_words(words: list[str]) -> tuple[list[str], int]:
         return words[begin + 1 :], int(words[words.index("--nproc-per-node") + 1])
     assert words[0] == "megaponder", words
     return words[1:], 1
+
+
+def test_the_readme_takes_five_minutes() -> None:
+    assert len(README.split()) < 1000, "details belong to docs/"
 
 
 def test_every_kind_of_command_is_shown() -> None:

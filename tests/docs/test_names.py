@@ -16,10 +16,14 @@ from megaponder.ponder.base import methods
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SUFFIXES = "bin cfg distcp gz html idx jsonl json md model parquet png py sbatch sh svg toml txt yaml yml zst".split()
+SUFFIXES = {
+    "bin", "cfg", "distcp", "gz", "html", "idx", "jsonl", "json", "md", "model", "parquet", "png", "py", "sbatch", "sh",
+    "svg", "toml", "txt", "yaml", "yml", "zst",
+}  # fmt: skip
+SCRIPTS = (".py", ".sh", ".sbatch")
 MADE = re.compile(
     r"(RUN|PREFIX|FOLDER|CHECKPOINT|OUT)\b.*|\.\w+|.*\.(html|bin|idx|distcp|jsonl)"
-    r"|(state|manifest|tokenizer|config)\.json|config\.yaml|(ranks|stacks)/\d+\.\w+|depth\.png|validation\.png|data/.*|runs/.*|hf/.*|demo-run/.*"
+    r"|(state|manifest|tokenizer|config)\.json|config\.yaml|(ranks|stacks)/\d+\.\w+|depth\.png|validation\.png|data/.*|site/|runs/.*|hf/.*|demo-run/.*"
 )
 """Files that commands write or that a user has, and suffixes alone."""
 
@@ -110,9 +114,7 @@ def _option(span: str) -> str | None:
 @lru_cache
 def _with_options() -> tuple[str, ...]:
     folders = ("megaponder", "benchmarks", "launch", "tests/launch")
-    return tuple(
-        str(p) for folder in folders for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".sh", ".sbatch")
-    )
+    return tuple(str(p) for folder in folders for p in (ROOT / folder).rglob("*") if p.suffix in SCRIPTS)
 
 
 def _symbol(span: str) -> str | None:
@@ -142,8 +144,8 @@ def test_what_a_page_names_exists(page: Path) -> None:
 @pytest.mark.parametrize(
     "span",
     [
-        "megaponder/engine/nowhere.py", "nowhere/", "train.step_s", "ponder.options.stepz", "megaponder trian", "--nowhere",
-        "NoSuchClass", "no_such_function", "megaponder.ponder.base.Nothing",
+        "megaponder/engine/nowhere.py", "nowhere/", "train.step_s", "ponder.options.stepz", "megaponder trian",
+        "--nowhere", "NoSuchClass", "no_such_function", "megaponder.ponder.base.Nothing",
     ],
 )  # fmt: skip
 def test_what_does_not_exist_is_found(span: str) -> None:
@@ -153,8 +155,9 @@ def test_what_does_not_exist_is_found(span: str) -> None:
 @pytest.mark.parametrize(
     "span",
     [
-        "README.md", "configs/", "launch/torchrun.sh", "train.steps", "--train.steps 10", "ponder.options", "model.family",
-        "ponder.options.latents", "megaponder plan --presets", "--audit", "PonderStage", "megaponder.ponder.base.Method",
+        "README.md", "configs/", "launch/torchrun.sh", "train.steps", "--train.steps 10", "ponder.options",
+        "model.family", "ponder.options.latents", "megaponder plan --presets", "--audit", "PonderStage",
+        "megaponder.ponder.base.Method",
     ],
 )  # fmt: skip
 def test_what_exists_is_not_complained_of(span: str) -> None:
