@@ -38,7 +38,7 @@ format: env ## Let ruff rewrite what it can
 	$(BIN)/ruff format .
 
 docs: env ## Build the documentation into site/; a broken link is an error
-	$(BIN)/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 env: $(STAMP) ## Make .venv with the tested versions (Python 3.10+; make env PYTHON=python3.12 picks another)
 
