@@ -74,3 +74,10 @@ def test_the_command_writes_the_page(tmp_path: Path) -> None:
     page.write_text(f"# Mine\n\n{pages.MARK}old")
     subprocess.run([sys.executable, "-m", "megaponder.config.pages", str(page)], check=True)
     assert page.read_text() == f"# Mine\n\n{pages.MARK}\n{pages.tables()}"
+
+
+def test_every_folder_of_the_package_is_on_the_map() -> None:
+    text = (DOCS / "architecture.md").read_text().partition("## Where to look")[2].partition("\n## ")[0]
+    listed = {name for cell in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for name in re.findall(r"`(\w+)`", cell)}
+    there = {p.parent.name for p in (ROOT / "megaponder").glob("*/__init__.py")}
+    assert listed == there
