@@ -144,7 +144,7 @@ def test_what_a_page_names_exists(page: Path) -> None:
 @pytest.mark.parametrize(
     "span",
     [
-        "megaponder/engine/nowhere.py", "nowhere/", "train.step_s", "ponder.options.stepz", "megaponder trian",
+        "megaponder/engine/nowhere.py", "nowhere/", "train.step_s", "ponder.options.stepz", "megaponder bake",
         "--nowhere", "NoSuchClass", "no_such_function", "megaponder.ponder.base.Nothing",
     ],
 )  # fmt: skip

@@ -78,6 +78,7 @@ def test_the_command_writes_the_page(tmp_path: Path) -> None:
 
 def test_every_folder_of_the_package_is_on_the_map() -> None:
     text = (DOCS / "architecture.md").read_text().partition("## Where to look")[2].partition("\n## ")[0]
-    listed = {name for cell in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for name in re.findall(r"`(\w+)`", cell)}
+    cells = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
+    listed = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
     there = {p.parent.name for p in (ROOT / "megaponder").glob("*/__init__.py")}
     assert listed == there
