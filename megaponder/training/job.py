@@ -5,14 +5,18 @@ from __future__ import annotations
 import threading
 import warnings
 
-from megaponder.config.schema import RunConfig
+from megaponder.config import launcher
+from megaponder.config.schema import ParallelConfig, RunConfig
 from megaponder.engine import groups as process_groups
-from megaponder.errors import LostRank, first_line, is_lost_connection
+from megaponder.errors import LostRank, UserError, first_line, is_lost_connection
+from megaponder.ranks import gather
 from megaponder.training import setup
 from megaponder.training.exit_code import leave, stopped
 
 PATIENCE = 60.0
 """Seconds that process groups have to end."""
+TELL_MINUTES = 1.0
+"""For which a rank that cannot start waits for the others to be told."""
 
 
 def train(cfg: RunConfig) -> int:
@@ -25,7 +29,7 @@ def train(cfg: RunConfig) -> int:
     warnings.filterwarnings("ignore", module=r"megatron\.core")  # deprecations of its own, and libraries it misses
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # its collectives
     warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf")  # its sharded optimizer
-    cfg = setup.complete(cfg)
+    cfg = _complete_on_all_ranks(cfg)
     try:
         process_groups.start(cfg)
         setup.refuse_different_ranks(cfg)  # before groups of the sizes that the configuration names
@@ -41,6 +45,34 @@ def train(cfg: RunConfig) -> int:
     # not after an error: a rank that fails alone must end at once instead of waiting for the others here
     _shut_down(code)
     return code
+
+
+def _complete_on_all_ranks(cfg: RunConfig) -> RunConfig:
+    """`setup.complete`; what one rank alone cannot have, such as a dataset that its node lacks, all ranks are told.
+
+    Without this the others would wait for that rank until `parallel.timeout_minutes`.
+    """
+    problem: UserError | None = None
+    try:
+        cfg = setup.complete(cfg)
+    except UserError as error:
+        problem = error
+    if launcher.place().world_size > 1:
+        try:
+            process_groups.start(
+                cfg if problem is None else RunConfig(parallel=ParallelConfig(timeout_minutes=TELL_MINUTES))
+            )
+            told = gather(str(problem) if problem else None)
+        except Exception:
+            if problem is None:
+                raise
+        else:
+            elsewhere = next((said for said in told if said.value is not None), None)
+            if problem is None and elsewhere is not None:
+                raise UserError(f"R{elsewhere.who[1:]}: {elsewhere.value}")
+    if problem is not None:
+        raise problem
+    return cfg
 
 
 def _shut_down(code: int) -> None:

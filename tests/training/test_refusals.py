@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import shutil
+import socket
+import time
 
 from megaponder.checkpoint import folder
 from tests.training.conftest import Base, run
@@ -102,6 +104,16 @@ def test_ranks_with_different_configurations_are_refused(base: Base):
     for sentence, field in zip(found[0], ("optimizer.lr = 0.5", "train.steps = 4", "ponder.options = "), strict=True):
         assert sentence.startswith(field) and "rank 1 has this, and rank 0 has" in sentence
     assert not (base.root / "different" / "metrics.jsonl").exists()
+
+
+def test_what_one_rank_lacks_is_told_to_all(base: Base):
+    """The others would wait for it until the process groups' time-out."""
+    begin = time.monotonic()
+    found, _ = run("refusal_of_one_rank", 2, run=str(base.root / "absent"), data=base.data)
+    [here], [there] = found[1], found[0]
+    assert "absent" in here and there == f"Rank 1 on {socket.gethostname()}: {here}"
+    assert time.monotonic() - begin < 100
+    assert not (base.root / "absent" / "metrics.jsonl").exists()
 
 
 def test_nan_stops_the_run_and_leaves_checkpoints_alone(base: Base):

@@ -81,6 +81,13 @@ def refusal_of_different_ranks(**job: Any) -> list[str]:
     return refusals([job | other if rank == "1" else job for other in others])
 
 
+def refusal_of_one_rank(**job: Any) -> list[str]:
+    """What each rank says where rank 1 alone lacks a dataset."""
+    if os.environ["RANK"] == "1":
+        job["data__train"] = [f"{job['data']}/absent"]
+    return refusals([job])
+
+
 def _before_step(at_step: int, action: Any) -> None:
     """Let `action(engine)` happen right before a step's computation."""
     from megaponder.engine.step import Engine
