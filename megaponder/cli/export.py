@@ -13,7 +13,7 @@ examples
   megaponder export runs/first hf/first                     the newest checkpoint of a run
   megaponder export runs/first/checkpoints/step_00001000 hf/step1000 --dtype bfloat16
 
-The folder holds safetensors, configuration, tokenizer and, for pondering models, one self-contained modelling file:
+The folder holds safetensors, configuration, tokenizer and, for pondering models, its modelling code:
 
   from transformers import AutoModelForCausalLM
   AutoModelForCausalLM.from_pretrained("hf/first", trust_remote_code=True)

@@ -31,7 +31,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--tokenizer", metavar="PATH", help="default: the one of the model")
     parser.add_argument("--no-cache", action="store_true", help="recompute every pass for every token (for checking)")
     parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run an exported folder's modelling file whatever its version"
+        "--trust-remote-code", action="store_true", help="run an exported folder's modelling code whatever its version"
     )
     parser.add_argument("--device", metavar="NAME", help="cpu or cuda; default: cuda where there is one")
 

@@ -32,7 +32,7 @@ def add_parser(commands: Commands) -> None:
         help="largest difference of logits, as a part of the largest logit (default 1e-4)",
     )  # fmt: skip
     parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run the folder's modelling file whatever its version"
+        "--trust-remote-code", action="store_true", help="run the folder's modelling code whatever its version"
     )
 
 

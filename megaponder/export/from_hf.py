@@ -49,8 +49,8 @@ def import_hf(
 ) -> Imported:
     """Write the run folder `out` with one weights-only checkpoint (step 0) of a Hugging Face folder.
 
-    GPT-NeoX, Llama and GPT-2 folders come in as vanilla models, exports with a modelling file with their method.  Only
-    safetensors are read, and a modelling file that is not this version's is run only with `trust_remote_code`.  Start
+    GPT-NeoX, Llama and GPT-2 folders come in as vanilla models, exports with modelling code with their method.  Only
+    safetensors are read, and modelling code that is not this version's is run only with `trust_remote_code`.  Start
     training from it with `checkpoint.load`; another method may be named there.
     Raises UserError for a config field that our backbones cannot represent (unless named in `ignore`), for weights that
     do not fit, and when the logits of the two models differ by more than `tolerance` of the largest logit.

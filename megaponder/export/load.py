@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
+import hashlib
+import importlib
 import sys
+from importlib.abc import InspectLoader
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +14,7 @@ import torch
 
 from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError, first_line
-from megaponder.export import configs, folder, names
+from megaponder.export import code, configs, folder, names
 
 if TYPE_CHECKING:
     from megaponder.export.modeling_megaponder import MegaponderForCausalLM
@@ -20,15 +23,15 @@ if TYPE_CHECKING:
 def load_folder(path: Path, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False) -> Any:
     """The model of an export folder, in evaluation mode; weights from safetensors only.
 
-    A folder with its own modelling file is loaded through that very file, without transformers' cache of remote code.
-    Where it is not the one of this installation, its code is run only if that is asked for.  UserError for a folder
-    that makes no model, or one whose weights are not finite.
+    A folder with modelling code is loaded through that very code, without transformers' cache of remote code.  Where it
+    is not this installation's, it is run only if that is asked for; an earlier version's is replaced by the present one.
+    UserError for a folder that makes no model, or one whose weights are not finite.
     """
     try:
         model, notes = _load(path, dtype, trust_remote_code)
     except UserError:
         raise
-    except Exception as error:  # whatever transformers and the modelling file make of wrong fields
+    except Exception as error:  # whatever transformers and the modelling code make of wrong fields
         first = first_line(error).rstrip(".")
         raise UserError(f"{path}: no model can be made of it ({type(error).__name__}: {first}).") from error
     wrong = [key for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in notes[kind]]
@@ -50,7 +53,14 @@ def _load(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any,
     cls: Any = AutoModelForCausalLM
     if "auto_map" in config:
         file, _, name = config["auto_map"]["AutoModelForCausalLM"].partition(".")
-        cls = getattr(_module(path / f"{Path(file).name}.py", trust_remote_code), name)
+        texts = code.read(path, Path(file).name)
+        if code.is_earlier(texts):
+            from megaponder.export.modeling_megaponder import MegaponderForCausalLM
+
+            cls = MegaponderForCausalLM
+        else:
+            _refuse_foreign(path, texts, str(config.get("method")), trust_remote_code)
+            cls = getattr(_module(path, Path(file).name, texts), name)
     before = logging.get_verbosity()
     logging.set_verbosity_error()  # its table of what does not fit comes back in the notes, to be said in a sentence
     try:
@@ -61,25 +71,49 @@ def _load(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any,
         logging.set_verbosity(before)
 
 
-def _module(source: Path, trust_remote_code: bool) -> Any:
-    if not source.is_file():
-        raise UserError(f"{source} is missing.")
-    if not trust_remote_code and source.read_bytes() != configs.SOURCE.read_bytes():
+class _Code(InspectLoader):
+    """Imports the modelling files of an export folder from memory, as modules of one package."""
+
+    def __init__(self, package: str, folder: Path, texts: dict[str, bytes]):
+        self._package, self._folder = package, folder
+        self._texts = {f"{package}.{name.removesuffix('.py')}": text for name, text in texts.items()}
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != self._package and name not in self._texts:
+            return None
+        file = self._folder / f"{name.rpartition('.')[2]}.py"
+        spec = ModuleSpec(name, self, origin=str(file), is_package=name == self._package)
+        spec.has_location = name in self._texts
+        return spec
+
+    def is_package(self, name: str) -> bool:
+        return name == self._package
+
+    def get_source(self, name: str) -> str:
+        return self._texts[name].decode("utf-8") if name in self._texts else ""
+
+
+def _refuse_foreign(folder: Path, texts: dict[str, bytes], method: str, trust_remote_code: bool) -> None:
+    if not trust_remote_code and (other := code.foreign(texts, method)):
         raise UserError(
-            f"{source} is not the modelling file of this version, and loading the model runs it; read it, then say "
-            "--trust-remote-code."
+            f"{folder / other} is not a modelling file of this version, and loading the model runs it; read it, then "
+            "say --trust-remote-code."
         )
-    name = f"megaponder_export_{abs(hash(source.resolve())):x}"
-    spec = importlib.util.spec_from_file_location(name, source)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickling look their module up
-    spec.loader.exec_module(module)
-    return module
+
+
+def _module(folder: Path, entry: str, texts: dict[str, bytes]) -> Any:
+    """The module `entry` of a folder, from the bytes that were compared with this version's."""
+    package = f"megaponder_export_{hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()[:16]}"
+    finder = _Code(package, folder, texts)
+    sys.meta_path.insert(0, finder)  # type: ignore[arg-type]  # it has find_spec, which is all that is asked
+    try:
+        return importlib.import_module(f"{package}.{entry}")
+    finally:
+        sys.meta_path.remove(finder)  # type: ignore[arg-type]
 
 
 def build_model(cfg: RunConfig, plain: names.Tensors, eos: int | None = None) -> MegaponderForCausalLM:
-    """A checkpoint's model on the modelling file's class, in the tensors' format, without writing anything.
+    """A checkpoint's model on the exports' class, in the tensors' format, without writing anything.
 
     `plain` comes from `names.to_plain`; its tensors become the model's parameters.
     """

@@ -1,6 +1,6 @@
-"""Parameter names and layouts: those of a one-process training stage and the plain ones of the modelling file.
+"""Parameter names and layouts: those of a one-process training stage and the plain ones of exports.
 
-Stage (megatron-core)                          plain (modeling_megaponder.py; for llama also transformers' own)
+Stage (megatron-core)                          plain (megaponder.decoding; for llama also transformers' own)
 embedding.word_embeddings.weight [V padded]    model.embed_tokens.weight [V]
 embedding.position_embeddings.weight           model.embed_positions.weight
 decoder.layers.I.input_layernorm               model.layers.I.input_layernorm

@@ -121,23 +121,25 @@ def engine_logits(engine: Engine, ids: Tensor, tolerance: float) -> tuple[Tensor
 def export_logits(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
     """FP32 logits [b, n, V] of a transformers model: in one forward, and with its cache over the last tokens.
 
-    With the cache, latents are found exactly and none is pruned, so that the checkpoint has the same to compare with.
+    With the cache, what training approximates is found exactly, and decoding leaves nothing out that training computes,
+    so that the checkpoint has the same to compare with.
     """
-    options: dict[str, Any] = model.ponder.options if hasattr(model, "ponder") else {}
-    exactly = {"jacobi": "converge"} if "jacobi" in options else {}
+    from megaponder.decoding.method import DecodingMethod
+    from megaponder.export import code
+
+    form = code.decoding_class(model.config.method) if hasattr(model, "ponder") else DecodingMethod
     whole = model(ids, use_cache=False).logits
-    pruning = options.get("threshold")
+    options = model.ponder.options if hasattr(model, "ponder") else {}
+    before = dict(options)
     try:
-        if exactly and pruning is not None:
-            options["threshold"] = 0.0
-        first = model(ids[:, :-STEPWISE], use_cache=True, **exactly)
+        options.update(form.as_trained)
+        first = model(ids[:, :-STEPWISE], use_cache=True, **form.as_decoded)
         name = "cache" if "cache" in first else "past_key_values"
         parts, cache = [first.logits], first[name]
         for i in range(ids.shape[1] - STEPWISE, ids.shape[1]):
             parts.append(model(ids[:, i : i + 1], use_cache=True, **{name: cache}).logits)
     finally:
-        if pruning is not None:
-            options["threshold"] = pruning
+        options.update(before)
     return whole.float(), torch.cat(parts, dim=1).float()
 
 

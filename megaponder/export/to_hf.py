@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from megaponder.checkpoint.state import load_state
 from megaponder.checkpoint.weights import read_weights
 from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError
-from megaponder.export import card, configs, folder, names, native, reference, tokenizer
+from megaponder.export import card, code, configs, folder, names, native, reference, tokenizer
 from megaponder.export.extra import need_transformers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -28,7 +27,7 @@ class Exported:
 
     folder: Path
     native: bool
-    """In transformers' own format; otherwise the folder carries its modelling file (trust_remote_code=True)."""
+    """In transformers' own format; otherwise the folder carries its modelling code (trust_remote_code=True)."""
     why_not_native: str | None
     files: tuple[str, ...]
     parameters: int
@@ -39,7 +38,7 @@ class Exported:
         if self.native:
             kind = "in transformers' own format"
         else:
-            kind = f"with its modelling file (trust_remote_code=True) because of {self.why_not_native}"
+            kind = f"with its modelling code (trust_remote_code=True) because of {self.why_not_native}"
         return (
             f"{self.folder}: {self.parameters:,} parameters {kind}.\n"
             f"Logits with and without cache equal the checkpoint's: largest difference {self.max_difference:.1e} of "
@@ -67,7 +66,7 @@ def export(
     """Write the Hugging Face folder `out` of a checkpoint (or of a run's newest one).
 
     Vanilla models become GPT-NeoX, Llama or GPT-2 folders that load without remote code where these classes can hold
-    them; everything else carries the self-contained modelling file.  `dtype` (float32, bfloat16, float16) defaults to
+    them; everything else carries its modelling code.  `dtype` (float32, bfloat16, float16) defaults to
     the stored one; `tokenizer_path` to data.tokenizer.  The folder is loaded again and its logits, with and without
     cache, are compared with the checkpoint's own forward (FP32, one process) before it gets its name.  For PonderLM-2
     and PonderLM-3, whose decoding is what more and more refinements converge to, the cached logits are compared with
@@ -110,7 +109,7 @@ def write_model(
     eos: int | None,
     shard_bytes: int = folder.SHARD_BYTES,
 ) -> None:
-    """Weights, config.json, generation_config.json and, where needed, the modelling file."""
+    """Weights, config.json, generation_config.json and, where needed, the modelling code."""
     assert cfg.model.family is not None and cfg.model.num_heads is not None
     dtype = str(plain["model.embed_tokens.weight"].dtype).removeprefix("torch.")
     if as_native:
@@ -121,7 +120,8 @@ def write_model(
         tensors = native.to_native(plain, cfg.model.family, cfg.model.num_heads)
     else:
         config, tensors = configs.ponder_config(cfg, dtype, eos), plain
-        shutil.copyfile(configs.SOURCE, path / configs.SOURCE.name)
+        for name, text in code.files(cfg.ponder.method).items():
+            (path / name).write_text(text, encoding="utf-8")
     config["megaponder_version"] = __version__
     folder.write_json(path / "config.json", config)
     generation: dict[str, Any] = {"bos_token_id": eos, "eos_token_id": eos, "pad_token_id": eos}

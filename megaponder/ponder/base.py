@@ -19,14 +19,12 @@ Shapes: s rows of this rank (sequence-sharded under sequence parallelism), b mic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
-
-from megaponder.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -265,57 +263,14 @@ def pass_count(default: int) -> int:
     return made
 
 
-def parse_options(cls: type[Method], values: Mapping[str, Any]) -> Any:
-    """Options of a method from the config's mapping; unknown names and wrong types are ConfigErrors."""
-    known = {f.name: f for f in fields(cls.Options)}
-    defaults = cls.Options()
-    for name, value in values.items():
-        if name not in known:
-            legal = ", ".join(known) or "none"
-            raise ConfigError(
-                f"ponder.options.{name}", value, f"{cls.name} has no such option", f"its options are: {legal}"
-            )
-        want = type(getattr(defaults, name))
-        if type(value) is int and want is float:
-            continue
-        if type(value) is not want:
-            raise ConfigError(
-                f"ponder.options.{name}",
-                value,
-                f"it must be of type {want.__name__}",
-                f"the default is {getattr(defaults, name)!r}",
-            )
-        most = known[name].metadata.get("most", 2**31 - 1)
-        if type(value) is int and value > most:
-            raise ConfigError(f"ponder.options.{name}", value, f"it must be at most {most:,}", f"the nearest is {most}")
-    return cls.Options(**values)
-
-
-_REGISTRY: dict[str, type[Method]] = {}
+REGISTERED: dict[str, type[Method]] = {}
+"""By name; `ponder.registry` sees to it that all are there."""
 
 
 def register(cls: type[Method]) -> type[Method]:
     """Class decorator: makes a method known by its name."""
-    _REGISTRY[cls.name] = cls
+    REGISTERED[cls.name] = cls
     return cls
-
-
-def methods() -> dict[str, type[Method]]:
-    """All known methods by name."""
-    import megaponder.ponder.methods  # noqa: F401  registers the shipped ones
-
-    return dict(_REGISTRY)
-
-
-def build_method(name: str, options: Mapping[str, Any], shape: Shape) -> Method:
-    """The method of a config; refuses unknown names and options."""
-    known = methods()
-    if name not in known:
-        raise ConfigError(
-            "ponder.method", name, "there is no such method", f"known methods: {', '.join(sorted(known))}"
-        )
-    cls = known[name]
-    return cls(parse_options(cls, options), shape)
 
 
 def depth_scaled(shape: Shape, passes: int) -> tuple[str, float]:

@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 from megaponder.config.fields import attribute_docs
-from megaponder.ponder.base import Method, Pass, Shape, build_method, methods
+from megaponder.ponder.base import Method, Pass, Shape
+from megaponder.ponder.registry import build_method, methods
 
 HEAD = "<!-- Made by `python -m megaponder.ponder.pages docs/methods` from the source; edit that. -->\n"
 

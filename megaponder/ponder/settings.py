@@ -9,7 +9,8 @@ from megaponder.config.resolve import init_std
 from megaponder.config.rules import Case, model
 from megaponder.config.rules.run import counts_are_possible
 from megaponder.config.schema import RunConfig
-from megaponder.ponder.base import Method, Shape, build_method
+from megaponder.ponder.base import Method, Shape
+from megaponder.ponder.registry import build_method
 
 
 def method_of(cfg: RunConfig) -> Method:

@@ -15,7 +15,8 @@ from megaponder.config.facts import MethodFacts, facts_of
 from megaponder.config.rules import RULES, Machine, check
 from megaponder.config.rules.layout import choose_group, group_fits
 from megaponder.errors import ConfigError
-from megaponder.ponder.base import Shape, build_method
+from megaponder.ponder.base import Shape
+from megaponder.ponder.registry import build_method
 from tests.config.make import config
 
 CPU = Machine("cpu")

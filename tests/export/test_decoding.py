@@ -150,7 +150,7 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match=r"attention_mask has shape \(1, 2\); it must be \(1, 3\)"):
         net(ids(1, 3), attention_mask=torch.ones(1, 2))
     for wrong, words in (
-        (dict(method="unknown"), "must be one of vanilla, loop"),
+        (dict(method="unknown"), "must be one of adaponderlm, "),
         (dict(family="bert"), "must be pythia"),
         (dict(method="loop", method_options={"step": 1}), "no option"),
     ):

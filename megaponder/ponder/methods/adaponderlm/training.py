@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from megaponder.errors import ConfigError
 from megaponder.ponder.base import ExitTools, Pass, pass_count, register
 from megaponder.ponder.halting import at_least, fraction, linear32, ordered, ramp, smallest
-from megaponder.ponder.methods.aligned import AlignedHalting
+from megaponder.ponder.methods.aligned.training import AlignedHalting
 
 CLAMP = -12.0
 """Gate logits below this (s about 6e-6, far under any threshold) are not pushed further down."""

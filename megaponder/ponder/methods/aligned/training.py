@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megaponder.ponder.base import CoreAttention, EntryTools, ExitTools, Flow, Pass, Readout
-from megaponder.ponder.methods.ponderlm import PonderLM
+from megaponder.ponder.methods.ponderlm.training import PonderLM
 
 
 class AlignedHalting(PonderLM):

@@ -1,0 +1,116 @@
+"""The modelling code of an export: the files of `megaponder.decoding` and one method's decoding form, side by side.
+
+    modeling_megaponder.py   what config.json names: the model class with its method
+    configuration.py, cache.py, passes.py, backbone.py, method.py, model.py     from `megaponder/decoding`
+    method_NAME.py           from `megaponder/ponder/methods/NAME/decoding.py`, and those that it imports
+
+`from megaponder.decoding.cache import ...` becomes `from .cache import ...`; else the files are copied as they are, so
+whoever has this version can tell whether a folder's code is its own (`foreign`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megaponder.errors import UserError
+from megaponder.ponder import registry
+
+if TYPE_CHECKING:
+    from megaponder.decoding.method import DecodingMethod
+
+ENTRY = "modeling_megaponder"
+CONFIGURATION = "configuration"
+EARLIER = {"f9f33cf5c342dfca3663bfc625f5ef5f7413e51cdaf432da1737c7b3575ae6e8"}
+"""SHA-256 of the one modelling file of exports before there were several."""
+_RELATIVE = re.compile(r"^\s*from \.(\w+) import ", re.MULTILINE)
+_IMPORT = re.compile(r"^from (megaponder[\w.]*) import ", re.MULTILINE)
+_ENTRY = '''"""A pondering language model for `transformers`, loaded with `trust_remote_code=True`: method {method}.
+
+    configuration   fields of config.json
+    cache           keys and values of all passes
+    passes          what the rows of a pass read
+    backbone        embedding, layers, norm
+    method          base of a method's decoding form
+    {module:15} that of {method}
+    model           the model with its head, `forward` and `generate`
+"""
+
+from __future__ import annotations
+
+from .configuration import MegaponderConfig
+from .{module} import {cls}
+from .model import PonderForCausalLM
+
+__all__ = ["MegaponderConfig", "MegaponderForCausalLM"]
+
+
+class MegaponderForCausalLM(PonderForCausalLM):
+    """A pondering language model with its head, by method {method}."""
+
+    decoding = {cls}
+'''
+
+
+def files(method: str) -> dict[str, str]:
+    """Names and texts of the modelling files of an export with this method."""
+    form = decoding_class(method)
+    module = form.__module__
+    out = {ENTRY: _ENTRY.format(method=method, module=_flat(module), cls=form.__name__)}
+    left = [module, "megaponder.decoding.model"]
+    while left:
+        module = left.pop()
+        if (name := _flat(module)) not in out:
+            text = _source(module).read_text(encoding="utf-8")
+            out[name] = _IMPORT.sub(lambda found: f"from .{_flat(found[1])} import ", text)
+            left += _IMPORT.findall(text)
+    return {f"{name}.py": text for name, text in sorted(out.items())}
+
+
+def read(folder: Path, entry: str) -> dict[str, bytes]:
+    """The modelling files of a folder: `entry` (a module's name) and all that it imports from beside it."""
+    out: dict[str, bytes] = {}
+    left = [entry]
+    while left:
+        if (name := f"{left.pop()}.py") not in out:
+            if not (folder / name).is_file():
+                raise UserError(f"{folder / name} is missing.")
+            out[name] = (folder / name).read_bytes()
+            left += _RELATIVE.findall(out[name].decode("utf-8", errors="replace"))
+    return out
+
+
+def is_earlier(found: dict[str, bytes]) -> bool:
+    """Whether these are the modelling files of an earlier version, which the present code replaces."""
+    return len(found) == 1 and {hashlib.sha256(text).hexdigest() for text in found.values()} <= EARLIER
+
+
+def foreign(found: dict[str, bytes], method: str) -> str | None:
+    """The first of a folder's modelling files that is not this version's; None: all are."""
+    own = files(method)
+    return next((name for name, text in found.items() if text != own.get(name, "").encode()), None)
+
+
+def _flat(module: str) -> str:
+    """A module's name in an export folder."""
+    folder, _, last = module.rpartition(".")
+    return f"method_{folder.rpartition('.')[2]}" if last == "decoding" else last
+
+
+def _source(module: str) -> Path:
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin)
+
+
+def decoding_class(method: str) -> type[DecodingMethod]:
+    """The decoding form of a method; UserError where there is none."""
+    if (form := registry.decoding_class(method)) is None:
+        raise UserError(
+            f"ponder.method = {method!r}: exports do not have this method, for it has no decoding form; add a file "
+            "decoding.py beside its training form."
+        )
+    return form
