@@ -43,7 +43,15 @@ class DecodingMethod:
         self.options = {**self.defaults, **given}
 
     def modules(self) -> dict[str, nn.Module]:
-        """Parameters of the method's own, saved under `method.`."""
+        """What `exit_modules` of the training form builds; the model's `method`, its parameters are `method.NAME`."""
+        return {}
+
+    def entry_modules(self) -> dict[str, nn.Module]:
+        """The same of the training form's `entry_modules`: `method_entry`."""
+        return {}
+
+    def layer_modules(self, layer: int) -> dict[str, nn.Module]:
+        """The same of the training form's `layer_modules`: `method_layers[str(layer)]`."""
         return {}
 
     def check(self, given: dict[str, Any]) -> None:
@@ -56,7 +64,7 @@ class DecodingMethod:
     def hidden(self, model: Any, ids: Tensor, run: Run) -> Tensor:
         """[b, n, H] for ids [b, n].
 
-        `model` is the PonderForCausalLM: its backbone `model`, its `lm_head`, and `method` with what `modules` built.
+        `model` is the PonderForCausalLM: its backbone `model`, its `lm_head`, and the method's own modules.
         """
         net = model.model
         return net.norm(net.stack(net.embed(net.embed_tokens(ids), run.positions), 0, run.view()))

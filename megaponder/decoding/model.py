@@ -42,6 +42,10 @@ class PonderForCausalLM(PreTrainedModel, GenerationMixin):
         self.ponder = self.decoding(config)
         self.model = Backbone(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.method_entry = nn.ModuleDict(self.ponder.entry_modules())
+        self.method_layers = nn.ModuleDict(
+            {str(i): nn.ModuleDict(self.ponder.layer_modules(i)) for i in range(config.num_hidden_layers)}
+        )
         self.method = nn.ModuleDict(self.ponder.modules())
         self.post_init()
 

@@ -14,7 +14,7 @@ from megaponder.export import folder, names, native, reference
 from megaponder.export.extra import need_transformers
 from megaponder.export.hf_fields import model_config
 from megaponder.export.save import save_weights
-from megaponder.ponder.settings import check_shape
+from megaponder.ponder.settings import check_shape, table_rows
 
 DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 
@@ -67,7 +67,7 @@ def import_hf(
     if (cfg.model.num_layers or 0) > len(tensors):
         layers = cfg.model.num_layers
         raise UserError(f"{source}: config.json has {layers:,} layers, and the weights have {len(tensors)} tensors.")
-    state = names.to_stage(to_plain(hf, tensors, cfg), cfg.model, cfg.ponder.options.get("pause_token_id"))
+    state = names.to_stage(to_plain(hf, tensors, cfg), cfg.model, table_rows(cfg))
     del tensors
     prompts = reference.prompts(cfg)
     from megaponder.export.load import load_folder

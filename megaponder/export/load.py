@@ -24,8 +24,8 @@ def load_folder(path: Path, dtype: torch.dtype = torch.float32, trust_remote_cod
     """The model of an export folder, in evaluation mode; weights from safetensors only.
 
     A folder with modelling code is loaded through that very code, without transformers' cache of remote code.  Where it
-    is not this installation's, it is run only if that is asked for; an earlier version's is replaced by the present one.
-    UserError for a folder that makes no model, or one whose weights are not finite.
+    is not this installation's, it is run only if that is asked for.  An earlier version's is replaced by the
+    present one.  UserError for a folder that makes no model, or one whose weights are not finite.
     """
     try:
         model, notes = _load(path, dtype, trust_remote_code)
@@ -105,11 +105,11 @@ def _module(folder: Path, entry: str, texts: dict[str, bytes]) -> Any:
     """The module `entry` of a folder, from the bytes that were compared with this version's."""
     package = f"megaponder_export_{hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()[:16]}"
     finder = _Code(package, folder, texts)
-    sys.meta_path.insert(0, finder)  # type: ignore[arg-type]  # it has find_spec, which is all that is asked
+    sys.meta_path.insert(0, finder)
     try:
         return importlib.import_module(f"{package}.{entry}")
     finally:
-        sys.meta_path.remove(finder)  # type: ignore[arg-type]
+        sys.meta_path.remove(finder)
 
 
 def build_model(cfg: RunConfig, plain: names.Tensors, eos: int | None = None) -> MegaponderForCausalLM:

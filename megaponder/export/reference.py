@@ -79,10 +79,8 @@ def prompts(cfg: RunConfig) -> list[Tensor]:
     from megaponder.ponder.settings import method_of
 
     assert cfg.model.vocab_size is not None and cfg.model.max_positions is not None
-    options = vars(method_of(cfg).options)
-    decides = options.get("topk", 0) > 0 or ("threshold" in options and "jacobi" not in options)
     shape, sets = (ROWS, min(TOKENS, cfg.model.max_positions, cfg.data.sequence_length)), []
-    for seed in range(2 if decides else 1):
+    for seed in range(2 if method_of(cfg).decides() else 1):
         ids = torch.randint(cfg.model.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
         ids[0, 0], ids[-1, -1] = 0, cfg.model.vocab_size - 1
         sets.append(ids)
@@ -98,22 +96,20 @@ def check_tolerance(tolerance: float) -> None:
 def engine_logits(engine: Engine, ids: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
     """FP32 logits [b, n, V] of the checkpoint: of one forward, and those that decoding must give.
 
-    The two differ where a forward approximates the recursion that decoding runs (PonderLM-2 and PonderLM-3): there, the
-    second are those of so many refinements that twice as many change less than a tenth of the tolerance.
+    The two differ where a forward approximates what decoding computes (`Method.towards_decoding`): there, the second
+    are those of so close an approximation that the next one changes less than a tenth of the tolerance.
     """
     once = engine.logits(ids).float().cpu()
-    options = engine.stage.method.options
-    if not hasattr(options, "jacobi"):
-        return once, once
-    trained, most, settled = options.jacobi, options.latents * (ids.shape[1] - 1), once  # `most` are always enough
+    method, exact = engine.stage.method, once
+    trained = method.options
     try:
-        options.jacobi = min(max(trained, 8), most)
-        exact = engine.logits(ids).float().cpu()
-        while options.jacobi < most and _error(exact, settled) > tolerance / 10:
-            options.jacobi, settled = min(2 * options.jacobi, most), exact
+        for options in method.towards_decoding(ids.shape[1]):
+            method.options, before = options, exact
             exact = engine.logits(ids).float().cpu()
+            if _error(exact, before) <= tolerance / 10:
+                break
     finally:
-        options.jacobi = trained
+        method.options = trained
     return once, exact
 
 

@@ -17,6 +17,7 @@ from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError
 from megaponder.export import card, code, configs, folder, names, native, reference, tokenizer
 from megaponder.export.extra import need_transformers
+from megaponder.ponder.settings import table_rows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -46,13 +47,6 @@ class Exported:
         )
 
 
-def pause_token(cfg: RunConfig) -> int | None:
-    """The pause token's id if the method has one."""
-    from megaponder.ponder.settings import method_of
-
-    return getattr(method_of(cfg).options, "pause_token_id", None)
-
-
 def export(
     checkpoint: str | Path,
     out: str | Path,
@@ -68,9 +62,9 @@ def export(
     Vanilla models become GPT-NeoX, Llama or GPT-2 folders that load without remote code where these classes can hold
     them; everything else carries its modelling code.  `dtype` (float32, bfloat16, float16) defaults to
     the stored one; `tokenizer_path` to data.tokenizer.  The folder is loaded again and its logits, with and without
-    cache, are compared with the checkpoint's own forward (FP32, one process) before it gets its name.  For PonderLM-2
-    and PonderLM-3, whose decoding is what more and more refinements converge to, the cached logits are compared with
-    those of enough refinements.
+    cache, are compared with the checkpoint's own forward (FP32, one process) before it gets its name.  Where
+    decoding computes what a forward approximates (PonderLM-2 and PonderLM-3), the cached logits are compared with those
+    of a close enough approximation.
     Raises UserError when they differ by more than `tolerance` of the largest logit, or when `out` exists.
     """
     need_transformers("megaponder export")
@@ -81,7 +75,7 @@ def export(
     out = Path(out)
     with folder.published(out, force) as temporary:
         reason = configs.why_not_native(cfg)
-        plain = names.to_plain(state, cfg.model, pause_token(cfg))
+        plain = names.to_plain(state, cfg.model, table_rows(cfg))
         tokens = tokenizer.write(cfg, temporary, tokenizer_path)
         write_model(cfg, plain, temporary, reason is None, tokens.eos_id, shard_bytes)
         count = sum(t.numel() for t in plain.values())

@@ -123,14 +123,14 @@ def _from_checkpoint(path: Path, tokenizer: str | None, device: str) -> Source:
     from megaponder.checkpoint.weights import load_weights
     from megaponder.export import names
     from megaponder.export.load import build_model
-    from megaponder.export.to_hf import pause_token
     from megaponder.export.tokenizer import NONE, find
+    from megaponder.ponder.settings import table_rows
 
     cfg, state = load_weights(path)
     words = find(cfg, tokenizer)
     if words is None or tokenizer == NONE:
         raise UserError(f"{path} names no tokenizer (data.tokenizer); name one.")
-    plain = names.to_plain(state, cfg.model, pause_token(cfg))
+    plain = names.to_plain(state, cfg.model, table_rows(cfg))
     model = build_model(cfg, {name: t.float() if device == "cpu" else t for name, t in plain.items()}).to(device)
     eos = words.eod_id if cfg.data.eod_id is None else cfg.data.eod_id
     assert cfg.model.max_positions is not None

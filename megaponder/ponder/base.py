@@ -19,7 +19,7 @@ Shapes: s rows of this rank (sequence-sharded under sequence parallelism), b mic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -50,6 +50,10 @@ class Pass:
 class EntryTools(Protocol):
     """What the first stage offers to `enter`."""
 
+    @property
+    def modules(self) -> nn.ModuleDict:
+        """What `entry_modules` built."""
+
     def embed(self, ids_bn: Tensor, factor: float = 1.0) -> Tensor:
         """Embeddings [s, b, H] of ids [b, n*slots]: factor * scale * table[ids], plus learned positions if any."""
 
@@ -59,7 +63,7 @@ class ExitTools(Protocol):
 
     @property
     def modules(self) -> nn.ModuleDict:
-        """The method's own parameters, as `exit_modules` built them."""
+        """What `exit_modules` built."""
 
     def norm(self, h_sbh: Tensor) -> Tensor:
         """The final norm."""
@@ -106,6 +110,14 @@ class ExitTools(Protocol):
 
 class CoreAttention(Protocol):
     """Softmax attention of q rows over k rows, causal from the bottom right; `key_bias` [k rows, b] adds to logits."""
+
+    @property
+    def layer(self) -> int:
+        """The layer's number in the model, from 0."""
+
+    @property
+    def modules(self) -> nn.ModuleDict:
+        """What `layer_modules` built for this layer."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None = None) -> Tensor: ...
 
@@ -177,7 +189,8 @@ class Method:
     """A halted token needs no computation in training either: needed FLOPs count the active share of each pass.  The
     first rider is then the mask: 1.0 where a token takes part in the pass.  `enter` hands it on as it came."""
     stats: tuple[str, ...] = ()
-    """Names that `readout` fills in `Readout.stats`, the same on all ranks (see `stat_names`)."""
+    """Names that `readout` fills in `Readout.stats`, the same on all ranks (see `stat_names`).  Where a name has
+    `_rmse`, the root of the mean is shown."""
 
     def __init__(self, options: Any, shape: Shape):
         self.options, self.shape = options, shape
@@ -204,8 +217,20 @@ class Method:
         """(family, factor on output projections) where the config says `auto`: normal or trunc_normal."""
         return "normal", 1.0
 
+    # --- the method's own parameters, replicated over the tensor group ------------------------------------------------
+    def entry_modules(self) -> dict[str, nn.Module]:
+        """Modules on the first stage: `EntryTools.modules`."""
+        return {}
+
+    def layer_modules(self, layer: int) -> dict[str, nn.Module]:
+        """Modules of one layer of the model, counted from 0: `CoreAttention.modules`.
+
+        Under tensor parallelism `attend` has a part of the heads, so what these modules do must not mix heads.
+        """
+        return {}
+
     def exit_modules(self) -> dict[str, nn.Module]:
-        """The method's own parameters, on the last stage; replicated over the tensor group."""
+        """Modules on the last stage: `ExitTools.modules`."""
         return {}
 
     # --- the computation ----------------------------------------------------------------------------------------------
@@ -247,6 +272,18 @@ class Method:
         """Hidden states for the head, after the last pass on the last stage; `rows` come before the final norm."""
         return Readout(tools.norm(rows))
 
+    # --- decoding ----------------------------------------------------------------------------------------------------
+    def decides(self) -> bool:
+        """Whether a token's path hangs on comparisons (a threshold, a top k) that rounding may tip."""
+        return False
+
+    def towards_decoding(self, tokens: int) -> Iterator[Any]:
+        """Options with which a forward over so many tokens comes ever closer to what decoding computes.
+
+        None are given where every forward is that already.
+        """
+        return iter(())
+
     # --- accounting ---------------------------------------------------------------------------------------------------
     def extra_flops(self, p: Pass, vocab_size: int) -> float:
         """Forward FLOPs per token that pass p adds to the stack and the head (mixtures, gates), multiply-add = 2."""
@@ -260,6 +297,21 @@ MOST_PASSES = 1000
 def pass_count(default: int) -> int:
     """An option that counts passes or slots: a field of `Options` with that default, of at most `MOST_PASSES`."""
     made: int = field(default=default, metadata={"most": MOST_PASSES})
+    return made
+
+
+def token_count(default: int) -> int:
+    """An option that counts tokens of the vocabulary, such as a top k; the rules compare the two."""
+    made: int = field(default=default, metadata={"counts_tokens": True})
+    return made
+
+
+def token_row(default: int, parameter: str) -> int:
+    """An option that names the row of the token table which the method uses as a parameter of its own.
+
+    The rules see to it that there is such a row; in an export one beyond the text's vocabulary is `method.PARAMETER`.
+    """
+    made: int = field(default=default, metadata={"parameter": parameter})
     return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 
 from megaponder.config.facts import facts_of
 from megaponder.config.resolve import init_std
@@ -18,6 +19,13 @@ def method_of(cfg: RunConfig) -> Method:
     m = cfg.model
     assert m.family is not None and m.num_layers is not None and m.hidden_size is not None, "the config is not resolved"
     return build_method(cfg.ponder.method, cfg.ponder.options, Shape(m.family, m.num_layers, m.hidden_size))
+
+
+def table_rows(cfg: RunConfig) -> dict[str, int]:
+    """Rows of the token table that are the method's own parameters, by the parameter's name (`base.token_row`)."""
+    options = method_of(cfg).options
+    kind = "parameter"
+    return {f.metadata[kind]: getattr(options, f.name) for f in fields(options) if kind in f.metadata}
 
 
 def embedding_scale(cfg: RunConfig, method: Method) -> float:

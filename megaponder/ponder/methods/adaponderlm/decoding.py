@@ -28,6 +28,6 @@ class AdaPonderLM(AlignedDecoding):
         return {"gates": nn.ModuleList(gates)}
 
     def decide(self, model: Any, index: int, h: Tensor, run: Run) -> tuple[Tensor, Tensor]:
-        first, _, last = model.method["gates"][index]  # type: ignore[index]
+        first, _, last = model.method["gates"][index]
         gate = linear(last, F.relu(linear(first, h)))[..., 0].sigmoid()
         return gate, gate >= self.options["threshold"]

@@ -22,6 +22,9 @@ class AlignedHalting(PonderLM):
     halts = True
     skips = True
 
+    def decides(self) -> bool:
+        return True
+
     def decide(
         self, p: Pass, state: Tensor, active: Tensor, carry: dict[str, Tensor], tools: ExitTools
     ) -> tuple[Tensor | None, Tensor]:

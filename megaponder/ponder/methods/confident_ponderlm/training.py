@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megaponder.ponder.base import ExitTools, Pass, pass_count, register
+from megaponder.ponder.base import ExitTools, Pass, pass_count, register, token_count
 from megaponder.ponder.halting import at_least, fraction
 from megaponder.ponder.methods.aligned.training import AlignedHalting
 
@@ -30,7 +30,7 @@ class ConfidentPonderLM(AlignedHalting):
         """S: pondering steps; a token runs at most S + 1 passes."""
         threshold: float = 1.0
         """Exit when the largest next-token probability reaches this; 1 never exits (use it for training)."""
-        topk: int = 0
+        topk: int = token_count(0)
         """Tokens in the mixture; 0 means the whole vocabulary."""
 
         def __post_init__(self) -> None:

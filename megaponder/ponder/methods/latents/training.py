@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -69,7 +70,7 @@ class LatentMethod(Method):
         if p.reads is not None:
             moved = (latents.detach().float() - carry["latents"].float()).square().mean(-1)
             per_token = moved.unflatten(0, (-1, p.feedback_slots)).mean(1)
-            carry[f"jacobi{p.index - self.options.latents}"] = (per_token * tools.valid_sb).sum()
+            carry[f"jacobi_rmse{p.index - self.options.latents}"] = (per_token * tools.valid_sb).sum()
         carry["latents"] = latents.detach()
 
     @staticmethod
@@ -77,7 +78,16 @@ class LatentMethod(Method):
         return {name: value for name, value in carry.items() if name.startswith("jacobi")}
 
     def stat_names(self, plan: Sequence[Pass]) -> tuple[str, ...]:
-        return (*self.stats, *(f"jacobi{i}" for i in range(len(plan) - 1 - self.options.latents)))
+        return (*self.stats, *(f"jacobi_rmse{i}" for i in range(len(plan) - 1 - self.options.latents)))
+
+    def towards_decoding(self, tokens: int) -> Iterator[Any]:
+        """More and more refinements, up to as many as are always enough."""
+        most = self.options.latents * (tokens - 1)
+        refinements = min(max(self.options.jacobi, 8), most)
+        yield replace(self.options, jacobi=refinements)
+        while refinements < most:
+            refinements = min(2 * refinements, most)
+            yield replace(self.options, jacobi=refinements)
 
     def embedding_scale(self) -> float:
         return math.sqrt(2.5 * self.shape.hidden_size)  # times std sqrt(2/(5H)) = 1, the RMS of the states beside it

@@ -24,6 +24,7 @@ from megaponder.ponder.base import (
     Readout,
     Shape,
     register,
+    token_count,
 )
 from megaponder.ponder.halting import at_least
 from megaponder.ponder.methods.latents.training import LatentMethod, LatentOptions
@@ -40,7 +41,7 @@ class PonderLM2(LatentMethod):
     class Options(LatentOptions):
         softmax_feedback: bool = False
         """Feed back the expected embedding instead of the state (the official `interpolation`)."""
-        topk: int = 0
+        topk: int = token_count(0)
         """Tokens in that mixture; 0 means the whole vocabulary."""
 
         def __post_init__(self) -> None:
@@ -65,6 +66,9 @@ class PonderLM2(LatentMethod):
         self, p: Pass, rows: Tensor, riders: Tensor | None, carry: dict[str, Tensor], tools: ExitTools
     ) -> Readout:
         return Readout(tools.norm(rows), stats=self._residuals(carry))
+
+    def decides(self) -> bool:
+        return bool(self.options.topk > 0)
 
     def extra_flops(self, p: Pass, vocab_size: int) -> float:
         if p.last or not self.options.softmax_feedback:

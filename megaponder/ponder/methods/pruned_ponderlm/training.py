@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megaponder.errors import ConfigError
-from megaponder.ponder.base import ExitTools, Pass, pass_count, register
+from megaponder.ponder.base import ExitTools, Pass, pass_count, register, token_count
 from megaponder.ponder.halting import at_least
 from megaponder.ponder.methods.aligned.training import AlignedHalting
 
@@ -56,7 +56,7 @@ class PrunedPonderLM(AlignedHalting):
         """Who gets one pass more: random or position (evenly spaced)."""
         seed: int = 0
         """Of the random choice."""
-        topk: int = 0
+        topk: int = token_count(0)
         """Tokens in the mixture; 0 means the whole vocabulary."""
 
         def __post_init__(self) -> None:
