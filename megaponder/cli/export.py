@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megaponder.cli.parser import Commands
+from megaponder.cli.parser import Commands, add_plugin
 
 SUMMARY = "write a checkpoint as a Hugging Face folder, and check its logits"
 
@@ -25,6 +25,7 @@ logits are compared with the checkpoint's; one that differs is not published.
 
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("export", help=SUMMARY, description=SUMMARY, epilog=EPILOG)
+    add_plugin(parser)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint folder, or run folder (its newest one)")
     parser.add_argument("out", metavar="OUT", help="folder to write; it must not exist")
     parser.add_argument("--tokenizer", metavar="PATH", help="tokenizer to copy; default: data.tokenizer of the run")

@@ -62,6 +62,8 @@ class PonderConfig:
 
     method: str = "vanilla"
     """Name of the method; `megaponder plan --methods` lists them with their options."""
+    plugin: str | None = None
+    """Python file or folder with a method of your own; its code is run."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the method, for example {steps: 3, topk: 0}; unknown ones are refused."""
     skip_halted: bool = False

@@ -2,7 +2,7 @@
 
     modeling_megaponder.py   what config.json names: the model class with its method
     configuration.py, cache.py, passes.py, backbone.py, method.py, model.py     from `megaponder/decoding`
-    method_NAME.py           from `megaponder/ponder/methods/NAME/decoding.py`, and those that it imports
+    method_NAME.py           from NAME/decoding.py of the method, and those of the same package that it imports
 
 `from megaponder.decoding.cache import ...` becomes `from .cache import ...`; else the files are copied as they are, so
 whoever has this version can tell whether a folder's code is its own (`foreign`).
@@ -27,7 +27,7 @@ CONFIGURATION = "configuration"
 EARLIER = {"f9f33cf5c342dfca3663bfc625f5ef5f7413e51cdaf432da1737c7b3575ae6e8"}
 """SHA-256 of the one modelling file of exports before there were several."""
 _RELATIVE = re.compile(r"^\s*from \.(\w+) import ", re.MULTILINE)
-_IMPORT = re.compile(r"^from (megaponder[\w.]*) import ", re.MULTILINE)
+_IMPORT = re.compile(r"^from (\.?[\w.]+) import ", re.MULTILINE)
 _ENTRY = '''"""A pondering language model for `transformers`, loaded with `trust_remote_code=True`: method {method}.
 
     configuration   fields of config.json
@@ -58,15 +58,23 @@ class MegaponderForCausalLM(PonderForCausalLM):
 def files(method: str) -> dict[str, str]:
     """Names and texts of the modelling files of an export with this method."""
     form = decoding_class(method)
-    module = form.__module__
-    out = {ENTRY: _ENTRY.format(method=method, module=_flat(module), cls=form.__name__)}
-    left = [module, "megaponder.decoding.model"]
+    names = {form.__module__: f"method_{method}", "megaponder.decoding.model": "model"}
+    out = {ENTRY: _ENTRY.format(method=method, module=f"method_{method}", cls=form.__name__)}
+    left = list(names)
     while left:
         module = left.pop()
-        if (name := _flat(module)) not in out:
-            text = _source(module).read_text(encoding="utf-8")
-            out[name] = _IMPORT.sub(lambda found: f"from .{_flat(found[1])} import ", text)
-            left += _IMPORT.findall(text)
+        text = _source(module).read_text(encoding="utf-8")
+        for imported in sorted(set(_IMPORT.findall(text))):
+            if imported.split(".")[0] not in ("", "megaponder", module.split(".")[0]):
+                continue
+            target = importlib.util.resolve_name(imported, module.rpartition(".")[0])
+            if target not in names:
+                names[target] = _flat(target)
+                left.append(target)
+            text = text.replace(f"from {imported} import ", f"from .{names[target]} import ")
+        if (name := names[module]) in out:
+            raise UserError(f"ponder.method = {method!r}: two files of its code are called {name}.py; rename one.")
+        out[name] = text
     return {f"{name}.py": text for name, text in sorted(out.items())}
 
 
@@ -110,7 +118,7 @@ def decoding_class(method: str) -> type[DecodingMethod]:
     """The decoding form of a method; UserError where there is none."""
     if (form := registry.decoding_class(method)) is None:
         raise UserError(
-            f"ponder.method = {method!r}: exports do not have this method, for it has no decoding form; add a file "
-            "decoding.py beside its training form."
+            f"ponder.method = {method!r}: it has no decoding form, so it cannot be exported; add a file decoding.py "
+            "beside its training form."
         )
     return form

@@ -71,6 +71,7 @@ def export(
     reference.check_tolerance(tolerance)
     source = locate(checkpoint)
     cfg, state = read_weights(source)
+    code.decoding_class(cfg.ponder.method)  # its complaint comes first
     state = cast(state, dtype)
     out = Path(out)
     with folder.published(out, force) as temporary:

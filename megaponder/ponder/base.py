@@ -26,6 +26,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from megaponder.errors import UserError
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -320,7 +322,12 @@ REGISTERED: dict[str, type[Method]] = {}
 
 
 def register(cls: type[Method]) -> type[Method]:
-    """Class decorator: makes a method known by its name."""
+    """Class decorator: makes a method known by its name; UserError where another one has it."""
+    other = REGISTERED.setdefault(cls.name, cls)
+    if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise UserError(
+            f"{cls.__module__}: the method name {cls.name!r} is taken by {other.__module__}; choose another."
+        )
     REGISTERED[cls.name] = cls
     return cls
 

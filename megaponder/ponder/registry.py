@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 import megaponder.ponder.methods  # noqa: F401  registers the shipped ones
 from megaponder.errors import ConfigError
 from megaponder.ponder.base import REGISTERED, Method, Shape
+from megaponder.ponder.plugins import load_installed
 
 if TYPE_CHECKING:
     from megaponder.decoding.method import DecodingMethod
 
 
 def methods() -> dict[str, type[Method]]:
-    """All known methods by name."""
+    """All known methods by name: shipped, installed beside the package, and of plugins that were loaded."""
+    load_installed()
     return dict(REGISTERED)
 
 

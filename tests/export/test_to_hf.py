@@ -216,3 +216,14 @@ def test_transformers_is_named_where_it_is_absent(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(extra, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r'pip install "megaponder\[export\]"'):
         export(tmp_path, tmp_path / "hf")
+
+
+def test_a_methods_parameters_keep_their_places() -> None:
+    net = checkpoints.models.model("llama", "loop")
+    cfg = checkpoints.run_config(net, Path("run"))
+    plain = dict(net.state_dict())
+    own = {"method_entry.inject.weight": torch.ones(2), "method_layers.1.blend.bias": torch.ones(1)}
+    stage = to_hf.names.to_stage(plain | own | {"method.gate.weight": torch.ones(3)}, cfg.model)
+    assert {*own, "method_modules.gate.weight"} == {name for name in stage if name.startswith("method_")}
+    back = to_hf.names.to_plain(stage, cfg.model)
+    assert back.keys() == {*plain, *own, "method.gate.weight"}
