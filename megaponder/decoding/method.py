@@ -69,10 +69,10 @@ class DecodingMethod:
         net = model.model
         return net.norm(net.stack(net.embed(net.embed_tokens(ids), run.positions), 0, run.view()))
 
-    def mixture(self, model: Any, h: Tensor) -> Tensor:
+    def mixture(self, model: Any, h: Tensor, topk: int = 0) -> Tensor:
         """softmax(h Wo^T) (c We) over the vocabulary, or over every token as likely as the topk-th."""
         logits = wide(model.lm_head(h))
-        if 0 < self.options["topk"] < logits.shape[-1]:
-            least = logits.topk(self.options["topk"], dim=-1).values[..., -1:]
+        if 0 < topk < logits.shape[-1]:
+            least = logits.topk(topk, dim=-1).values[..., -1:]
             logits = logits.masked_fill(logits < least, float("-inf"))
         return (logits.softmax(-1).to(h.dtype) @ model.model.embed_tokens.weight) * self.config.embedding_scale

@@ -140,7 +140,7 @@ def test_topk_takes_ties_in() -> None:
     net = model("pythia", "ponderlm", method_options={"steps": 1, "topk": 1})
     h = ids(1, 3).new_zeros(1, 3, 32).float()  # every logit is 0: all tokens tie with the first
     mean = net.model.embed_tokens.weight.mean(0) * net.config.embedding_scale
-    close(net.ponder.mixture(net, h), mean.expand(1, 3, -1))
+    close(net.ponder.mixture(net, h, net.ponder.options["topk"]), mean.expand(1, 3, -1))
 
 
 def test_mistakes_are_named() -> None:

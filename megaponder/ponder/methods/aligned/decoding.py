@@ -48,7 +48,7 @@ class AlignedDecoding(DecodingMethod):
                 for deeper in range(index, steps + 1):
                     copy(run, deeper, kept)
                 break
-            x = x + (active * weight).to(x.dtype)[..., None] * self.mixture(model, state)
+            x = x + (active * weight).to(x.dtype)[..., None] * self.mixture(model, state, self.options["topk"])
             h = net.norm(net.stack(x, index, aligned(run, index, active), kept))
             state = torch.where(active[..., None], h, state)
         return state

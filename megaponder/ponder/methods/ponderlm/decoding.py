@@ -21,5 +21,5 @@ class PonderLM(DecodingMethod):
         factor = steps if self.options["multiply_by_steps"] else 1
         x = net.embed(net.embed_tokens(ids), run.positions, factor)
         for index in range(steps):
-            x = x + self.mixture(model, net.norm(net.stack(x, index, run.view(index))))
+            x = x + self.mixture(model, net.norm(net.stack(x, index, run.view(index))), self.options["topk"])
         return net.norm(net.stack(x, steps, run.view(steps)))

@@ -17,4 +17,4 @@ class PonderLM2(Latents):
     training_only = ("jacobi_from", "jacobi_to")
 
     def feed(self, model: Any, h: Tensor) -> Tensor:
-        return self.mixture(model, h) if self.options["softmax_feedback"] else h
+        return self.mixture(model, h, self.options["topk"]) if self.options["softmax_feedback"] else h
