@@ -15,6 +15,7 @@ import torch
 from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError, first_line
 from megaponder.export import code, configs, folder, names
+from megaponder.ponder.registry import methods
 
 if TYPE_CHECKING:
     from megaponder.export.modeling_megaponder import MegaponderForCausalLM
@@ -94,7 +95,14 @@ class _Code(InspectLoader):
 
 
 def _refuse_foreign(folder: Path, texts: dict[str, bytes], method: str, trust_remote_code: bool) -> None:
-    if not trust_remote_code and (other := code.foreign(texts, method)):
+    if trust_remote_code:
+        return
+    if method not in methods():
+        raise UserError(
+            f"{folder}: no model can be made of it: method {method!r} is unknown here; if a plugin of yours has it, "
+            "name that with --plugin."
+        )
+    if other := code.foreign(texts, method):
         raise UserError(
             f"{folder / other} is not a modelling file of this version, and loading the model runs it; read it, then "
             "say --trust-remote-code."
