@@ -60,6 +60,8 @@ def load_plugin(path: str | Path) -> None:
     before = dict(REGISTERED)
     try:
         _import(name, where)
+        if before == REGISTERED:
+            raise UserError(f"ponder.plugin = {str(path)!r}: it registers no method; mark a class with @register.")
     except Exception as error:
         REGISTERED.clear()
         REGISTERED.update(before)
@@ -69,8 +71,6 @@ def load_plugin(path: str | Path) -> None:
             raise
         said = f"{type(error).__name__}: {first_line(error).rstrip('.')}{_line(error, where)}"
         raise UserError(f"ponder.plugin = {str(path)!r}: it cannot be run ({said}).") from error
-    if before == REGISTERED:
-        raise UserError(f"ponder.plugin = {str(path)!r}: it registers no method; mark a class with @register.")
 
 
 def _import(name: str, where: Path) -> None:
