@@ -73,6 +73,13 @@ def load_plugin(path: str | Path) -> None:
         raise UserError(f"ponder.plugin = {str(path)!r}: it cannot be run ({said}).") from error
 
 
+def is_loaded(path: str | Path) -> bool:
+    """Whether this plugin was run."""
+    where = Path(path).resolve()
+    module = sys.modules.get(f"{PACKAGE}.{where.stem}")
+    return module is not None and module.__dict__["PLUGIN"] == where
+
+
 def _import(name: str, where: Path) -> None:
     importlib.invalidate_caches()
     sys.modules.setdefault(PACKAGE, ModuleType(PACKAGE)).__path__ = []

@@ -12,7 +12,7 @@ from megaponder.config.rules.run import counts_are_possible
 from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError
 from megaponder.ponder.base import Method, Shape
-from megaponder.ponder.plugins import load_plugin
+from megaponder.ponder.plugins import is_loaded, load_plugin
 from megaponder.ponder.registry import build_method, methods
 
 
@@ -23,7 +23,7 @@ def method_of(cfg: RunConfig) -> Method:
     """
     m = cfg.model
     assert m.family is not None and m.num_layers is not None and m.hidden_size is not None, "the config is not resolved"
-    if cfg.ponder.plugin is not None and cfg.ponder.method not in methods():
+    if cfg.ponder.plugin and cfg.ponder.method not in methods() and not is_loaded(cfg.ponder.plugin):
         raise UserError(
             f"ponder.method = {cfg.ponder.method!r}: it comes from the plugin {cfg.ponder.plugin}, whose code is run "
             "only if you name it yourself, with --plugin PATH."
