@@ -269,7 +269,7 @@ class PonderStage(MegatronModule):
             ) -> tuple[Tensor, Kept]:
                 def attend(q: Tensor, k: Tensor, v: Tensor, kept: Kept, core: Any) -> tuple[Tensor, Kept]:
                     number = int(layer.layer_number) - 1
-                    own = self.method_layers[str(number)]
+                    own: Any = self.method_layers[str(number)]
                     return self.method.attend(p, q, k, v, riders, kept, Attending(core, rows, active, number, own))
 
                 with precision():  # in here, so that a recomputed layer enters it again

@@ -22,6 +22,7 @@ class TrainingForward(PreTrainedModel, GenerationMixin):
     config_class = MegaponderConfig
 
     def __init__(self, cfg: RunConfig, state: dict[str, Tensor]):
+        assert cfg.model.vocab_size is not None
         super().__init__(MegaponderConfig(vocab_size=cfg.model.vocab_size, method=cfg.ponder.method))
         self._open = ExitStack()
         engine = self._open.enter_context(reference.engine(cfg, state))
