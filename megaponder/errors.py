@@ -47,17 +47,64 @@ def of_file(error: OSError) -> UserError | None:
     return UserError(f"{name or 'The disk'}: {IN_THE_WAY.get(error.errno or 0, error.strerror or error)}.")
 
 
+def shortage(error: BaseException) -> str | None:
+    """The sentence for file descriptors, processes or threads that ran out; None for other errors."""
+    import resource
+
+    code, text = getattr(error, "errno", None), str(error)
+    if code == errno.EMFILE or (isinstance(error, ImportError) and os.strerror(errno.EMFILE) in text):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"This process has opened the {most} files and connections that it may; raise the limit (ulimit -n)."
+    if code == errno.ENFILE:
+        return "This machine has no file descriptor left; end other programs, or raise fs.file-max."
+    if code == errno.EAGAIN or "can't start new thread" in text:
+        return (
+            "No more processes or threads can be started here; end other programs, or raise the limits (ulimit -u and "
+            "-v, or those of the container)."
+        )
+    return None
+
+
+MACHINE = (OSError, RuntimeError, MemoryError, ImportError, SystemError)
+"""Types of the errors that `known` knows."""
+
+
+def known(error: BaseException) -> UserError | None:
+    """The sentence for an error of the machine: files, descriptors, threads, memory; None for what may be a bug."""
+    if (words := shortage(error)) is not None:
+        return UserError(words)
+    if isinstance(error, OSError):
+        return of_file(error)
+    return out_of_memory(error)
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's text that says something; empty where none does."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
 
 
-def out_of_memory(error: RuntimeError) -> UserError | None:
+_NO_MEMORY = ("can't allocate memory", "bad_alloc", "failed to map segment", os.strerror(errno.ENOMEM))
+
+
+def _memory_is_limited() -> bool:
+    import resource
+
+    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+
+
+def out_of_memory(error: BaseException) -> UserError | None:
     """The sentence for memory that ran out, of a GPU or of the host; None for other errors."""
-    if type(error).__name__ != "OutOfMemoryError" and "can't allocate memory" not in str(error):
+    lines = [line.strip() for line in str(error).splitlines() if any(sign in line for sign in _NO_MEMORY)]
+    said = (lines[0] if lines else first_line(error)).rstrip(".")
+    kind = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if isinstance(error, SystemError):  # what CPython makes of an allocation that failed at a bad moment
+        kind = "error return without exception set" in said and _memory_is_limited()
+    if not kind and not any(sign in str(error) for sign in _NO_MEMORY):
         return None
+    if isinstance(error, ImportError):
+        return UserError(f"Memory ran out while a library was loaded ({said}); raise the limit (ulimit -v).")
     return UserError(
-        f"Memory ran out ({first_line(error).rstrip('.')}); use a smaller train.micro_batch, parallel.recompute: layer "
+        f"Memory ran out ({said or 'of the host'}); use a smaller train.micro_batch, parallel.recompute: layer "
         "or more model-parallel processes; `megaponder plan` shows what it counts on."
     )
 

@@ -8,6 +8,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from megaponder.errors import UserError
+
 _BLOCK = 1 << 24
 
 
@@ -55,3 +57,38 @@ def checksum(path: Path) -> int:
 def is_special(path: Path) -> bool:
     """Whether a pipe, a socket or a device lies there: opening one may wait for ever."""
     return path.exists() and not (path.is_file() or path.is_dir())
+
+
+class TooLargeError(UserError, ValueError):
+    """A file is none, or larger than one of its kind can be."""
+
+
+def read_bounded(path: str | os.PathLike[str], most: int) -> bytes:
+    """The bytes of a file from elsewhere; TooLargeError for more than `most`, a pipe or a device."""
+    path = Path(path)
+    if is_special(path):
+        raise TooLargeError(f"{path} is a pipe or a device; a file is needed.")
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        content = b"" if size > most else file.read(most + 1)
+    if max(size, len(content)) > most:
+        raise TooLargeError(f"{path} has {size:,} bytes; a file of its kind has at most {most:,}.")
+    return content
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of file `name` of a folder from elsewhere, with links followed; UserError where they leave the folder.
+
+    Links may lead to files below the folder.  In a snapshot of the Hugging Face cache, which is
+    `models--.../snapshots/REVISION`, they may also lead to the files of its own `models--.../blobs`.
+    """
+    if "\0" in name or name in ("", ".", "..") or Path(name).name != name:
+        raise UserError(f"{folder}: {name!r} is no file of this folder.")
+    root = Path(os.path.realpath(folder))
+    real = Path(os.path.realpath(root / name))
+    cached = root.parent.name == "snapshots" and real.parent == root.parent.parent / "blobs"
+    if not (real.is_relative_to(root) or cached):
+        raise UserError(
+            f"{folder / name} is a link to {real}, outside its folder; put a copy of the file in its place."
+        )
+    return real

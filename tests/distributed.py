@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import importlib
-import itertools
 import json
 import os
 import pickle
+import random
 import signal
 import socket
 import subprocess
@@ -24,24 +25,28 @@ import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TAIL = 6000
 """Characters of each worker's output that a failure prints."""
 
 
-_PORTS = itertools.count()
+_TAKEN: list[IO[bytes]] = []  # locks of this process's ports, held until it ends
 
 
 def free_port() -> int:
-    """A TCP port that nobody has, and that no test process beside this one (pytest-xdist) will choose."""
-    process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
-    for _ in range(1000):
-        port = 12000 + 300 * (process % 64) + next(_PORTS) % 300  # below the ports that the system hands out
-        with socket.socket() as s, contextlib.suppress(OSError):
+    """A TCP port that nobody has, and that no other test process of this machine is given while this one lives."""
+    folder = Path(tempfile.gettempdir()) / f"megaponder-test-ports-{os.getuid()}"
+    folder.mkdir(exist_ok=True)
+    for port in random.SystemRandom().sample(range(12000, 32000), 2000):  # below those that the system hands out
+        lock = (folder / str(port)).open("wb")
+        with contextlib.suppress(OSError), socket.socket() as s:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             s.bind(("127.0.0.1", port))
+            _TAKEN.append(lock)
             return port
+        lock.close()
     raise RuntimeError("no port is free")
 
 

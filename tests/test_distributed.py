@@ -2,11 +2,13 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
-from tests.distributed import Workers, run_workers
+from tests.distributed import ROOT, Workers, run_workers
 
 HERE = "tests.test_distributed"
 
@@ -47,3 +49,19 @@ def test_signals_reach_the_workers():
     workers = Workers(f"{HERE}:sleep", 2)
     workers.signal(signal.SIGTERM)
     assert workers.join(timeout=10) == [-signal.SIGTERM] * 2
+
+
+def test_two_runs_on_one_machine_choose_different_ports():
+    """Each holds its ports for as long as it lives, whatever another process chooses meanwhile."""
+    program = "import sys; from tests.distributed import free_port\n"
+    program += "print(*[free_port() for _ in range(200)], flush=True); sys.stdin.read()"
+    command, folder = [sys.executable, "-c", program], ROOT
+    runs = [
+        subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in "ab"
+    ]
+    try:
+        ports = [port for run in runs for port in run.stdout.readline().split()]
+        assert len(ports) == len(set(ports)) == 400
+    finally:
+        for run in runs:
+            run.communicate()

@@ -10,9 +10,11 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from megaponder.files import checksum, sync, write_json
+from megaponder.files import checksum, read_bounded, sync, write_json
 
 MANIFEST = "manifest.json"
+LARGEST = 1 << 26
+"""Bytes of a manifest; one of ten thousand ranks has some two million."""
 _PART = "manifest-part-"
 
 
@@ -87,7 +89,7 @@ def listed(folder: Path) -> dict[str, dict[str, int]]:
     """Size and checksum of the manifest's files by name; ValueError if it lists anything but files of its folder."""
     if not (folder / MANIFEST).is_file() and (folder / MANIFEST).exists():
         raise ValueError("it is no file")  # a pipe would make us wait
-    found = json.loads((folder / MANIFEST).read_text())
+    found = json.loads(read_bounded(folder / MANIFEST, LARGEST))
     files = found.get("files") if isinstance(found, dict) else None
     if not isinstance(files, dict) or not files:
         raise ValueError("it lists no files")

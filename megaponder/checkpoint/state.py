@@ -14,6 +14,8 @@ from megaponder import files
 STATE = "state.json"
 CONFIG = "config.yaml"
 
+LARGEST = 1 << 24
+"""Bytes of a state."""
 
 Count = Annotated[int, pydantic.Field(ge=0, lt=2**62)]
 Size = Annotated[int, pydantic.Field(gt=0, lt=2**31)]
@@ -70,7 +72,7 @@ def save_state(folder: Path, state: TrainState, contents: Contents) -> None:
 def load_state(folder: Path) -> tuple[TrainState, Contents]:
     """Read `state.json`; unknown keys of later versions are ignored.  ValueError if it is not one."""
     try:
-        values: Any = json.loads((folder / STATE).read_text())
+        values: Any = json.loads(files.read_bounded(folder / STATE, LARGEST))
         if not isinstance(values, dict) or not isinstance(values.get("contents"), dict):
             raise ValueError("it has no contents")
         state: TrainState = _build(TrainState, values)

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
 from megaponder.errors import UserError, first_line, is_lost_connection
+from megaponder.files import read_bounded
 
 BESIDES = ("optimizer.", "fp8.", "random.")
 """First parts of names that are no parameter's."""
@@ -33,6 +34,8 @@ _NORMS = {
 
 
 INDEX = ".metadata"
+LARGEST = 1 << 30
+"""Bytes of an index: some hundred for each part of a tensor that a rank has written."""
 _CLASSES = {
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
@@ -59,7 +62,7 @@ class _Unpickler(pickle.Unpickler):
 def index(path: Path) -> Metadata:
     """PyTorch's index of a checkpoint's tensors; ValueError, in words that follow "because", if it is none."""
     try:
-        found = _Unpickler(io.BytesIO((path / INDEX).read_bytes())).load()
+        found = _Unpickler(io.BytesIO(read_bounded(path / INDEX, LARGEST))).load()
         shards = {info.relative_path for info in found.storage_data.values()}
         objects = [n for n, m in found.state_dict_metadata.items() if not isinstance(m, TensorStorageMetadata)]
     except OSError as error:
@@ -74,6 +77,10 @@ def index(path: Path) -> Metadata:
     if objects:
         raise ValueError(f"{objects[0]} is a pickled object, not a tensor")
     try:
+        # lists that many tensors share would take the square of the file's size to go through
+        lists = {id(m.chunks) for m in found.state_dict_metadata.values()}
+        if len(lists) < len(found.state_dict_metadata):
+            raise ValueError("several of its tensors have one list of parts")
         holes = [n for n, m in found.state_dict_metadata.items() if not _covered(n, m, found)]
     except Exception as error:
         raise ValueError(f"{INDEX} is not an index of tensors ({error})") from None

@@ -37,5 +37,10 @@ def load_weights(path: str | Path) -> tuple[RunConfig, dict[str, Tensor]]:
 
 def read_weights(folder: Path) -> tuple[RunConfig, dict[str, Tensor]]:
     """The same of a checkpoint that `locate` has found."""
-    weights = stored.read(folder, stored.parameters(folder))
-    return read_config(folder), {stored.module_name(name): tensor for name, tensor in weights.items()}
+    cfg, parameters = read_config(folder), stored.parameters(folder)
+    if (layers := cfg.model.num_layers or 0) > len(parameters):
+        raise UserError(
+            f"Checkpoint {folder}: {CONFIG} has {layers:,} layers, and there are {len(parameters)} tensors."
+        )
+    weights = stored.read(folder, parameters)
+    return cfg, {stored.module_name(name): tensor for name, tensor in weights.items()}

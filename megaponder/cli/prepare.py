@@ -49,6 +49,13 @@ def add_parser(commands: Commands) -> None:
         help="invalid UTF-8 or JSON, or a missing or non-string text: stop with file and line (fail, the default), or "
         "leave the document out and count it (skip)",
     )  # fmt: skip
+    parser.add_argument(
+        "--max-document", type=int, default=256, metavar="MIB", help="largest document, unpacked (default 256)"
+    )
+    parser.add_argument(
+        "--zstd-window", type=int, default=128, metavar="MIB",
+        help="largest window that a .zst file may ask for (default 128; files made with `zstd --long=31` need 2048)",
+    )  # fmt: skip
     parser.add_argument("--workers", type=int, metavar="N", help="processes that tokenize; default: all CPUs")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing dataset of that name")
     parser.add_argument("--restart", action="store_true", help="throw away what an interrupted run left")

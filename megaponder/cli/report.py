@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megaponder.errors import UserError, of_file
+from megaponder.errors import MACHINE, UserError, known
 
 STALE_SECONDS = 60
 """Age after which a marker is of an earlier launch whose process id came back."""
@@ -32,8 +32,8 @@ def ended(work: Callable[[], Any]) -> int:
     except BrokenPipeError:  # `megaponder plan ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:
-        if (problem := of_file(error)) is None:
+    except MACHINE as error:
+        if (problem := known(error)) is None:
             raise
         report_error(str(problem))
         return problem.exit_code

@@ -7,7 +7,7 @@ import argparse
 from megaponder.cli.parser import Commands
 from megaponder.cli.report import report_error
 from megaponder.config import launcher
-from megaponder.errors import LostRank, of_file, out_of_memory
+from megaponder.errors import MACHINE, LostRank, known
 
 SUMMARY = "train a model, or continue a run from its newest complete checkpoint"
 OVERRIDES = True
@@ -67,11 +67,12 @@ def run(args: argparse.Namespace) -> int:
 
         return print_fields()
     from megaponder.cli.configuration import load
-    from megaponder.training import early, exit_code
+    from megaponder.training import early, exit_code, shortage
 
     early.listen()
 
     with exit_code.noted():
+        shortage.check_limits()
         exit_code.forget_earlier_attempts(launcher.adopt().rank)
         cfg = load(args.config, args.overrides)
         if args.profile and not cfg.logging.profile_steps:
@@ -88,12 +89,8 @@ def run(args: argparse.Namespace) -> int:
         except LostRank as error:
             report_error(str(error))
             exit_code.leave(error.exit_code)
-        except OSError as error:  # a full disk, above all
-            if (problem := of_file(error)) is None:
-                raise
-            raise problem from error
-        except RuntimeError as error:
-            if (problem := out_of_memory(error)) is None:
+        except MACHINE as error:  # a full disk, above all
+            if (problem := known(error)) is None:
                 raise
             raise problem from error
         return exit_code.stopped(code)

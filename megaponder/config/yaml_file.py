@@ -18,10 +18,18 @@ from megaponder import files
 from megaponder.config.fields import nearest
 from megaponder.errors import ConfigError
 
+LARGEST = 1 << 21
+"""Bytes of a YAML file: reading so many takes some ten seconds; the longest blend that is legal needs less."""
+MOST_VALUES = 200_000
+"""Values of a YAML text with its aliases unfolded."""
+
 
 def parse(text: str, name: str) -> Any:
     """The value of a YAML text; `name` is the file or option that it came from, for the error."""
+    if len(text) > LARGEST:
+        raise ConfigError(name, text[:20] + "...", f"it has more than {LARGEST:,} characters", "write a shorter one")
     try:
+        _refuse_bomb(text, name)
         value = YAML(typ="safe", pure=True).load(text)
         json.dumps(value, default=str, skipkeys=True)
         return _joined(value)
@@ -36,6 +44,26 @@ def parse(text: str, name: str) -> Any:
     except (RecursionError, ValueError) as error:  # nested too deep or into itself, a number of thousands of digits
         rule = "it nests too deep" if isinstance(error, RecursionError) else str(error).partition(";")[0]
         raise ConfigError(name, _excerpt(text, None), rule, "write plain values") from None
+
+
+def _refuse_bomb(text: str, name: str) -> None:
+    """ConfigError for aliases (*a) of aliases that stand for more values than any configuration has."""
+    if "&" not in text or "*" not in text:
+        return
+    sizes: dict[int, int] = {}
+
+    def size(node: Any) -> int:
+        if id(node) not in sizes:
+            sizes[id(node)] = 0  # a node inside itself, which is refused elsewhere
+            parts = node.value if isinstance(node.value, list) else []
+            flat = [n for part in parts for n in (part if isinstance(part, tuple) else (part,))]
+            sizes[id(node)] = 1 + sum(map(size, flat))
+        return sizes[id(node)]
+
+    node = YAML(typ="safe", pure=True).compose(text)
+    if node is not None and (count := size(node)) > MOST_VALUES:
+        rule = f"its aliases unfold to {count:.2g} values, and {MOST_VALUES:,} are the most"
+        raise ConfigError(name, _excerpt(text, None), rule, "write plain values")
 
 
 def is_unicode(text: str) -> bool:
@@ -70,7 +98,12 @@ def read(path: str | os.PathLike[str]) -> Any:
         # a shell's <(...) is /dev/fd/63, whose writer is there; a pipe with a name may be waited for, for ever
         if files.is_special(path) and not (path.is_fifo() and str(path).startswith(("/dev/", "/proc/"))):
             raise ConfigError("configuration file", str(path), "it is a pipe or a device", "name a YAML file")
-        return parse(path.read_text(encoding="utf-8"), str(path))
+        with path.open("rb") as file:
+            content = file.read(LARGEST + 1)
+        if len(content) > LARGEST:
+            rule = f"it is larger than {LARGEST:,} bytes"
+            raise ConfigError("configuration file", str(path), rule, "name a configuration")
+        return parse(content.decode(), str(path))
     except FileNotFoundError:
         folder, there = path.parent, _yaml_files(path.parent)
         close = {Path(name).stem: name for name in there}.get(nearest(path.stem, [Path(n).stem for n in there]) or "")

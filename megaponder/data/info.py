@@ -13,7 +13,10 @@ import pydantic
 
 from megaponder.data.indexed import Index, read_index
 from megaponder.errors import UserError
-from megaponder.files import is_special
+from megaponder.files import is_special, read_bounded
+
+LARGEST = 1 << 28
+"""Bytes of a description; one of a million input files has less."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ def read_meta(index: Index) -> DatasetMeta | None:
         raise UserError(f"{path} is a pipe or a device; prepare or copy the dataset again.")
     if not os.path.isfile(path):
         return None
-    meta = _meta_from(Path(path).read_bytes(), path)
+    meta = _meta_from(read_bounded(path, LARGEST), path)
     if not (-1 <= meta.max_id < meta.vocab_size and (meta.eod_id is None or 0 <= meta.eod_id < meta.vocab_size)):
         raise UserError(
             f"{path}: damaged (largest id {meta.max_id} or EOD {meta.eod_id} is no id of a vocabulary of "

@@ -18,7 +18,7 @@ from megaponder.data.documents import TxtRule
 from megaponder.data.encode import EncodeOptions, encode_all
 from megaponder.data.indexed import best_dtype, read_index
 from megaponder.data.info import DatasetMeta, SourceFile, read_meta
-from megaponder.data.readers import CHUNK_BYTES, kind_of, list_inputs, read_chunks
+from megaponder.data.readers import CHUNK_BYTES, MIB, Limits, kind_of, list_inputs, read_chunks
 from megaponder.data.tokenizer import EOD_TOKENS, Tokenizer, load_tokenizer
 from megaponder.data.workspace import State, Workspace
 from megaponder.errors import IN_THE_WAY, ConfigError, UserError, of_file
@@ -48,6 +48,10 @@ class PrepareOptions:
     """What a document is in a .txt file: file, line, blank (parts between blank lines), or a separator line."""
     on_error: Literal["fail", "skip"] = "fail"
     """Unreadable documents end the run with file and line, or are left out and counted."""
+    max_document: int = 256
+    """MiB of the largest document, unpacked."""
+    zstd_window: int = 128
+    """MiB of the largest window that a .zst file may ask for."""
     workers: int | None = None
     """Processes that tokenize; default: the CPUs that this process may use, and one for inputs of a few chunks."""
     overwrite: bool = False
@@ -155,7 +159,8 @@ def _work_through(
     began, already, saved = time.monotonic(), work.state.text_bytes, work.state.text_bytes
     sizes = [f.stat().st_size for f in files]
     rule = encode_options.rule
-    reads = read_chunks(files, work.state.position, options.field, rule, options.chunk_bytes)
+    limits = Limits(options.max_document * MIB, options.zstd_window * MIB)
+    reads = read_chunks(files, work.state.position, options.field, rule, options.chunk_bytes, limits)
     results = encode_all(reads, encode_options, _workers(options, files))
     try:
         for read, encoded in results:
@@ -227,6 +232,10 @@ def _check(options: PrepareOptions) -> None:
         raise ConfigError("txt_split", "", "must be file, line, blank or a separator line", "use file")
     if options.workers is not None and options.workers < 1:
         raise ConfigError("workers", options.workers, "must be 1 or more", "use 1")
+    if options.max_document < 1:
+        raise ConfigError("max_document", options.max_document, "must be 1 MiB or more", "use 256")
+    if not 1 <= options.zstd_window <= 2048:
+        raise ConfigError("zstd_window", options.zstd_window, "must be 1 to 2048 MiB", "use 128")
     if not options.output or options.output.endswith(("/", "/.", "/..")) or Path(options.output).name in ("", ".."):
         example = f"{options.output.rstrip('/.') or 'data'}/text"
         raise ConfigError("output", options.output, "is a path that ends in a dataset's name", f"use {example}")

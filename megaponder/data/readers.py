@@ -17,16 +17,25 @@ from pathlib import Path
 from typing import IO
 
 from megaponder.data.documents import Chunk, TxtRule
-from megaponder.errors import ConfigError, UserError
+from megaponder.errors import ConfigError, UserError, first_line
 from megaponder.files import is_special
 
 KINDS = {".jsonl": "jsonl", ".txt": "txt", ".parquet": "parquet"}
 PACKED = (".gz", ".zst")
 BLOCK = 1 << 20
 CHUNK_BYTES = 1 << 20
-LARGEST_DOCUMENT = 1 << 28
-"""Bytes of the largest .txt file that may be one document: it is held in memory as text and as tokens."""
+MIB = 1 << 20
 BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an input may ask of memory."""
+
+    document: int = 256 * MIB
+    """Bytes of a document, unpacked: it is held in memory as text and as tokens."""
+    window: int = 128 * MIB
+    """Bytes of the window that a .zst file may ask for; the default is that of the program zstd."""
 
 
 @dataclass(frozen=True)
@@ -91,18 +100,27 @@ def list_inputs(inputs: Sequence[str]) -> list[Path]:
     return files
 
 
-def _unzstd(stream: IO[bytes], path: Path) -> Iterator[bytes]:
+ZSTD_BLOCK = 1 << 12
+"""Packed bytes that are unpacked at a time.  Four of them may stand for 128 KiB, so this many for 128 MiB."""
+
+
+def _unzstd(stream: IO[bytes], path: Path, limits: Limits) -> Iterator[bytes]:
     import zstandard
 
     # The library's stream reader takes a file that ends inside a frame for a whole one: watch the frames here.
     decoder = None
-    while block := stream.read(BLOCK // 8):  # several times as much once unpacked
+    while block := stream.read(ZSTD_BLOCK):
         while block:
             if decoder is None:
-                decoder = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
+                decoder = zstandard.ZstdDecompressor(max_window_size=limits.window).decompressobj()
             try:
                 yield decoder.decompress(block)
             except zstandard.ZstdError as error:
+                if "too much memory" in str(error):
+                    raise UserError(
+                        f"{path}: unpacking it needs a window of more than {limits.window // MIB} MiB; allow more with "
+                        "--zstd-window MIB (at most 2048), which takes as much memory."
+                    ) from error
                 raise UserError(f"{path}: not valid zstd data near byte {stream.tell()} ({error}).") from error
             block = decoder.unused_data if decoder.eof else b""
             if decoder.eof:
@@ -111,7 +129,7 @@ def _unzstd(stream: IO[bytes], path: Path) -> Iterator[bytes]:
         raise UserError(f"{path}: truncated, the file ends inside a zstd frame; copy or download it again.")
 
 
-def _ungzip(stream: IO[bytes], path: Path) -> Iterator[bytes]:
+def _ungzip(stream: IO[bytes], path: Path, limits: Limits) -> Iterator[bytes]:
     try:
         with gzip.open(stream) as unpacked:
             while block := unpacked.read(BLOCK):
@@ -122,14 +140,14 @@ def _ungzip(stream: IO[bytes], path: Path) -> Iterator[bytes]:
         raise UserError(f"{path}: not valid gzip data ({error}).") from error
 
 
-def _blocks(path: Path, stream: IO[bytes], skip: int) -> Iterator[bytes]:
+def _blocks(path: Path, stream: IO[bytes], skip: int, limits: Limits) -> Iterator[bytes]:
     """Unpacked content from byte `skip` on."""
     if path.suffix not in PACKED:
         stream.seek(skip)
         while block := stream.read(BLOCK):
             yield block
         return
-    for block in (_unzstd if path.suffix == ".zst" else _ungzip)(stream, path):
+    for block in (_unzstd if path.suffix == ".zst" else _ungzip)(stream, path, limits):
         if skip < len(block):
             yield block[skip:]
         skip = max(0, skip - len(block))
@@ -154,22 +172,25 @@ def _last_edge(data: bytes, rule: TxtRule | None) -> int:
     return cuts[-1] if cuts else 0
 
 
-def _read_lines(path: Path, start: Position, rule: TxtRule | None, chunk_bytes: int) -> Iterator[Read]:
+def _read_lines(path: Path, start: Position, rule: TxtRule | None, limits: Limits, chunk_bytes: int) -> Iterator[Read]:
     whole = rule is not None and rule.edge is None
     with open(path, "rb") as stream:
         waiting, size, at, target = [], 0, start, chunk_bytes
-        for block in _pieces(_blocks(path, stream, start.offset), chunk_bytes):
+        for block in _pieces(_blocks(path, stream, start.offset, limits), chunk_bytes):
             waiting.append(block)
             size += len(block)
-            if whole and size > LARGEST_DOCUMENT:
+            too_large = size > limits.document
+            if too_large and whole:
                 raise UserError(
-                    f"{path}: larger than {LARGEST_DOCUMENT >> 20} MiB, too much for one document; choose what a "
+                    f"{path}: larger than {limits.document // MIB} MiB, too much for one document; choose what a "
                     f"document is with --txt-split line, --txt-split blank or a separator line."
                 )
-            if size < target or whole:
+            if whole or (size < target and not too_large):
                 continue
             data = b"".join(waiting)
             cut = _last_edge(data, rule)
+            if too_large and not cut:
+                raise _too_large(path, at.line, limits)
             waiting, size = [data[cut:]], len(data) - cut
             target = chunk_bytes if cut else 2 * size  # a long document is not joined and searched at every block
             if cut:
@@ -180,6 +201,13 @@ def _read_lines(path: Path, start: Position, rule: TxtRule | None, chunk_bytes: 
             yield _cut(b"".join(waiting), at, stream.tell())
 
 
+def _too_large(path: Path, line: int, limits: Limits) -> UserError:
+    return UserError(
+        f"{path}:{line}: the document that begins here is larger than {limits.document // MIB} MiB; take it out, or "
+        "allow more with --max-document MIB, which takes several times as much memory."
+    )
+
+
 def _cut(data: bytes, at: Position, disk_bytes: int) -> Read:
     end = replace(at, offset=at.offset + len(data), line=at.line + data.count(b"\n"))
     if at.offset == 0:
@@ -187,7 +215,7 @@ def _cut(data: bytes, at: Position, disk_bytes: int) -> Read:
     return Read(Chunk(at.file, at.line, data), end, disk_bytes)
 
 
-def _read_parquet(path: Path, start: Position, field: str) -> Iterator[Read]:
+def _read_parquet(path: Path, start: Position, field: str, limits: Limits) -> Iterator[Read]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -206,24 +234,34 @@ def _read_parquet(path: Path, start: Position, field: str) -> Iterator[Read]:
     if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_binary(kind)):
         raise UserError(f"{path}: column {field!r} is of type {kind}, not string; name another one with --field.")
     total, disk, seen = max(1, table.metadata.num_rows), path.stat().st_size, 0
-    for batch in table.iter_batches(batch_size=256, columns=[field]):
-        seen += len(batch)
-        if seen <= start.offset:
-            continue
-        begin = max(start.offset, seen - len(batch))
-        rows = batch.column(0).slice(begin - (seen - len(batch))).cast(pyarrow.large_binary()).to_pylist()
-        end = Position(start.file, seen, seen + 1)
-        yield Read(Chunk(start.file, begin + 1, rows=tuple(rows)), end, disk * seen // total)
+    try:
+        for batch in table.iter_batches(batch_size=256, columns=[field]):
+            seen += len(batch)
+            if seen <= start.offset:
+                continue
+            begin = max(start.offset, seen - len(batch))
+            rows = batch.column(0).slice(begin - (seen - len(batch))).cast(pyarrow.large_binary()).to_pylist()
+            if any(row is not None and len(row) > limits.document for row in rows):
+                raise _too_large(path, begin + 1, limits)
+            end = Position(start.file, seen, seen + 1)
+            yield Read(Chunk(start.file, begin + 1, rows=tuple(rows)), end, disk * seen // total)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path}: damaged, or too large for memory, after row {seen} ({first_line(error)}).") from error
 
 
 def read_chunks(
-    files: Sequence[Path], start: Position, field: str, rule: TxtRule, chunk_bytes: int = CHUNK_BYTES
+    files: Sequence[Path],
+    start: Position,
+    field: str,
+    rule: TxtRule,
+    chunk_bytes: int = CHUNK_BYTES,
+    limits: Limits = Limits(),
 ) -> Iterator[Read]:
-    """Chunks of `files` from `start` on, in order.  UserError for a damaged file."""
+    """Chunks of `files` from `start` on, in order.  UserError for a damaged file, or one that exceeds the limits."""
     for number in range(start.file, len(files)):
         at = start if number == start.file else Position(number)
         kind = kind_of(files[number])
         if kind == "parquet":
-            yield from _read_parquet(files[number], at, field)
+            yield from _read_parquet(files[number], at, field, limits)
         else:
-            yield from _read_lines(files[number], at, rule if kind == "txt" else None, chunk_bytes)
+            yield from _read_lines(files[number], at, rule if kind == "txt" else None, limits, chunk_bytes)

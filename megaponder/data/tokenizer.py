@@ -15,10 +15,13 @@ import numpy as np
 
 from megaponder.data.segments import SegmentEncoder, supports
 from megaponder.errors import ConfigError, UserError
+from megaponder.files import read_bounded
 
 EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<eod>", "<EOD>", "<|end|>", "[EOS]")
 """Tokens that end a document where a tokenizer does not name one, most telling first."""
 
+LARGEST = 1 << 28
+"""Bytes of a tokenizer's file; the largest published ones have a seventh of it."""
 
 Flat = tuple[np.ndarray, np.ndarray]
 """Ids of all texts in a row (integers), and how many belong to each text (int32)."""
@@ -93,9 +96,10 @@ class HuggingFaceTokenizer:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         from tokenizers import Tokenizer as Backend
 
+        text = read_bounded(path, LARGEST)
         try:
-            content = json.loads(path.read_bytes())
-            self._backend = Backend.from_file(str(path))
+            content = json.loads(text)
+            self._backend = Backend.from_buffer(text)
         except Exception as error:  # the library raises bare Exception for a malformed file
             raise UserError(f"{path}: not a tokenizer.json that the tokenizers library can read ({error}).") from error
         self._backend.no_truncation()
@@ -138,8 +142,9 @@ class SentencePieceTokenizer:
     def __init__(self, path: Path, name: str, eod: str | None, special_tokens: bool):
         from sentencepiece import SentencePieceProcessor
 
+        content = read_bounded(path, LARGEST)
         try:
-            self._backend = SentencePieceProcessor(model_file=str(path))
+            self._backend = SentencePieceProcessor(model_proto=content)
         except (RuntimeError, OSError) as error:
             raise UserError(f"{path}: not a sentencepiece model ({error}).") from error
         self.name, self._special_tokens = name, special_tokens
@@ -150,7 +155,7 @@ class SentencePieceTokenizer:
         pieces = self._backend
         special = [i for i in range(self.vocab_size) if pieces.is_control(i) or pieces.is_unknown(i)]
         self.special_tokens = {pieces.id_to_piece(i): i for i in special}
-        self.fingerprint = hashlib.sha256(path.read_bytes()).hexdigest()
+        self.fingerprint = hashlib.sha256(content).hexdigest()
 
     def _piece_id(self, piece: str) -> int | None:
         found = self._backend.piece_to_id(piece)
@@ -184,8 +189,8 @@ def _configured_eos(folder: Path) -> str | None:
     if not path.is_file():
         return None
     try:
-        token = json.loads(path.read_bytes()).get("eos_token")
-    except (ValueError, AttributeError) as error:
+        token = json.loads(read_bounded(path, LARGEST)).get("eos_token")
+    except (ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON ({error}).") from error
     return token.get("content") if isinstance(token, dict) else token
 

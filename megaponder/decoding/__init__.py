@@ -1,7 +1,7 @@
 """Pondering language models for `transformers`: what every export consists of, beside its method's decoding form.
 
-`megaponder.export.code` copies these files into export folders, side by side, so they import torch, transformers and
-each other, and nothing else:
+`megaponder.export.compose` copies these files into export folders, side by side, so they import torch, transformers
+and each other, and nothing else:
 
     configuration   fields of config.json
     cache           keys and values of all passes

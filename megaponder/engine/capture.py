@@ -32,7 +32,7 @@ from torch.utils import _pytree
 from megaponder.config.in_flight import InFlight
 from megaponder.data.batch import MicroBatch
 from megaponder.engine.objective import Objective
-from megaponder.engine.rows import most_active, places_for
+from megaponder.engine.rows import most_active, places_for, unit_of
 from megaponder.engine.stage import PonderStage
 from megaponder.engine.stash import PassState
 from megaponder.ponder.base import Flow, Pass
@@ -154,7 +154,7 @@ class Captures:
         shapes = self._number(p, repr(structure), *(None if t is None else _shape(t) for t in leaves))
         where = self._number(*(at if (at := _place(t)) in self._owned else None for t in inputs))
         # the host waits here for the pass before: what can be done earlier is done
-        places = places_for(most, rows)
+        places = places_for(most, rows, unit_of(self._stage.row_multiple, batch.ids_bn.shape[0]))
         if self.failure or self._seen.setdefault((shapes, places), self._step) == self._step:
             return self._as_it_is(places, p, batch, incoming, state, step, tokens)
         slot = microbatch % flight.micro_batches

@@ -9,6 +9,7 @@ Shapes: n tokens of the sequence, s of them on this rank, c places on this rank,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,9 +31,17 @@ def most_active(active: Tensor, group: dist.ProcessGroup | None = None) -> Tenso
     return most
 
 
-def places_for(most: Tensor | int, s: int) -> int:
-    """Places for that many of s tokens, rounded up to one of 16 sizes.  The host waits for a tensor's device."""
-    step = max(1, s // SIZES)
+def unit_of(multiple: int, b: int) -> int:
+    """What places of a micro-batch of b sequences must be a multiple of, so that their rows are one of `multiple`."""
+    return multiple // math.gcd(multiple, b)
+
+
+def places_for(most: Tensor | int, s: int, unit: int = 1) -> int:
+    """Places for that many of s tokens, rounded up to one of about 16 sizes, all multiples of `unit` (as s is).
+
+    The host waits for a tensor's device.
+    """
+    step = -(-max(1, s // SIZES) // unit) * unit
     return min(s, max(1, -(-int(most) // step)) * step)
 
 
@@ -40,11 +49,13 @@ class Rows:
     """The places of active tokens on this rank; `active` [s, b] bool.
 
     With `group` the sequence is sharded over it: all ranks get equally many places.  `places` says how many, where
-    they have been counted before; counting makes the host wait for the device.
+    they have been counted before; counting makes the host wait for the device.  Else they are a multiple of `unit`.
     """
 
-    def __init__(self, active: Tensor, group: dist.ProcessGroup | None = None, places: int | None = None):
-        self.places = places_for(most_active(active, group), active.shape[0]) if places is None else places
+    def __init__(
+        self, active: Tensor, group: dist.ProcessGroup | None = None, places: int | None = None, unit: int = 1
+    ):
+        self.places = places_for(most_active(active, group), active.shape[0], unit) if places is None else places
         # stable: active tokens first, in their order, then halted ones
         self.index = (~active).int().argsort(dim=0, stable=True)[: self.places]
         self.active = active

@@ -33,12 +33,13 @@ from megaponder.backbone.config import head_config, padded_vocab, transformer_co
 from megaponder.backbone.embedding import Embedding
 from megaponder.backbone.fused import turns
 from megaponder.config.recompute import recomputed_layers
+from megaponder.config.rules.precision import FP8_ALIGNMENT
 from megaponder.config.schema import RunConfig
 from megaponder.engine import loss
 from megaponder.engine.fp8 import Fp8
 from megaponder.engine.groups import Groups
 from megaponder.engine.objective import Objective, objective
-from megaponder.engine.rows import Attending, Rows
+from megaponder.engine.rows import Attending, Rows, unit_of
 from megaponder.engine.stash import PassState
 from megaponder.engine.table import InputTable
 from megaponder.engine.tools import StageEntryTools, StageExitTools, run_pre_hooks
@@ -73,6 +74,8 @@ class PonderStage(MegatronModule):
         self.vocab_size = m.vocab_size
         self.recomputed = partial(recomputed_layers, cfg)
         self.skip_halted = cfg.ponder.skip_halted
+        self.row_multiple = 1 if cfg.precision.fp8 == "none" else FP8_ALIGNMENT
+        """What the rows of a pass must be a multiple of, gathered or not."""
         self.places: int | None = None
         """Places for active tokens in the coming pass (`engine.rows`); None: counted when they are needed."""
         first, last = self.pre_process, self.post_process = groups.is_first_stage, groups.is_last_stage
@@ -239,7 +242,8 @@ class PonderStage(MegatronModule):
             return None
         if self.places is not None and self.places >= active.shape[0]:
             return None
-        rows = Rows(active, self.groups.tp if self.config.sequence_parallel else None, self.places)
+        unit = unit_of(self.row_multiple, active.shape[1])
+        rows = Rows(active, self.groups.tp if self.config.sequence_parallel else None, self.places, unit)
         return None if rows.all_of_them else rows
 
     def _layers(self, p: Pass, flow: Flow, kept: Sequence[Kept]) -> tuple[Tensor, list[Kept]]:

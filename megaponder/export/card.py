@@ -7,7 +7,7 @@ from string import Template
 
 from megaponder import __version__
 from megaponder.config.schema import RunConfig
-from megaponder.export import code, configs
+from megaponder.export import compose, configs
 from megaponder.export.tokenizer import TokenizerFiles
 
 CARD = Template("""---
@@ -74,6 +74,6 @@ def write(
         lm_eval="" if native else ",trust_remote_code=True",
         prefix=prefix,
         difference=f"{difference:.1e}",
-        note=Template(code.decoding_class(cfg.ponder.method).note).substitute(options),
+        note=Template(compose.decoding_class(cfg.ponder.method).note).substitute(options),
     )
     (path / "README.md").write_text(text, encoding="utf-8")

@@ -1,124 +1,120 @@
-"""The modelling code of an export: the files of `megaponder.decoding` and one method's decoding form, side by side.
+"""Modelling files: which are ours, and how a folder's are run.
 
-    modeling_megaponder.py   what config.json names: the model class with its method
-    configuration.py, cache.py, passes.py, backbone.py, method.py, model.py     from `megaponder/decoding`
-    method_NAME.py           from NAME/decoding.py of the method, and those of the same package that it imports
-
-`from megaponder.decoding.cache import ...` becomes `from .cache import ...`; else the files are copied as they are, so
-whoever has this version can tell whether a folder's code is its own (`foreign`).
+The text that is compared is the text that is run: files are read once, and modules are made of those bytes.  Nothing
+comes from compiled files (.pyc), from transformers' folder of downloaded modules, or from earlier imports.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
-import importlib.util
+import importlib
+import itertools
 import re
+import sys
+from collections.abc import Iterator
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import Any
 
+from megaponder import files
 from megaponder.errors import UserError
+from megaponder.export import compose
 from megaponder.ponder import registry
 
-if TYPE_CHECKING:
-    from megaponder.decoding.method import DecodingMethod
+LARGEST = 1 << 22
+"""Bytes of a modelling file."""
+_CLASS = re.compile(r"([A-Za-z_]\w*)\.([A-Za-z_]\w*)")
+_numbers = itertools.count()
 
-ENTRY = "modeling_megaponder"
-CONFIGURATION = "configuration"
+
 EARLIER = {"f9f33cf5c342dfca3663bfc625f5ef5f7413e51cdaf432da1737c7b3575ae6e8"}
-"""SHA-256 of the one modelling file of exports before there were several."""
-_RELATIVE = re.compile(r"^\s*from \.(\w+) import ", re.MULTILINE)
-_IMPORT = re.compile(r"^from (\.?[\w.]+) import ", re.MULTILINE)
-_ENTRY = '''"""A pondering language model for `transformers`, loaded with `trust_remote_code=True`: method {method}.
-
-    configuration   fields of config.json
-    cache           keys and values of all passes
-    passes          what the rows of a pass read
-    backbone        embedding, layers, norm
-    method          base of a method's decoding form
-    {module:15} that of {method}
-    model           the model with its head, `forward` and `generate`
-"""
-
-from __future__ import annotations
-
-from .configuration import MegaponderConfig
-from .{module} import {cls}
-from .model import PonderForCausalLM
-
-__all__ = ["MegaponderConfig", "MegaponderForCausalLM"]
+"""SHA-256 of the one modelling file that exports carried before there were several."""
 
 
-class MegaponderForCausalLM(PonderForCausalLM):
-    """A pondering language model with its head, by method {method}."""
-
-    decoding = {cls}
-'''
-
-
-def files(method: str) -> dict[str, str]:
-    """Names and texts of the modelling files of an export with this method."""
-    form = decoding_class(method)
-    names = {form.__module__: f"method_{method}", "megaponder.decoding.model": "model"}
-    out = {ENTRY: _ENTRY.format(method=method, module=f"method_{method}", cls=form.__name__)}
-    left = list(names)
-    while left:
-        module = left.pop()
-        text = _source(module).read_text(encoding="utf-8")
-        for imported in sorted(set(_IMPORT.findall(text))):
-            if imported.split(".")[0] not in ("", "megaponder", module.split(".")[0]):
-                continue
-            target = importlib.util.resolve_name(imported, module.rpartition(".")[0])
-            if target not in names:
-                names[target] = _flat(target)
-                left.append(target)
-            text = text.replace(f"from {imported} import ", f"from .{names[target]} import ")
-        if (name := names[module]) in out:
-            raise UserError(f"ponder.method = {method!r}: two files of its code are called {name}.py; rename one.")
-        out[name] = text
-    return {f"{name}.py": text for name, text in sorted(out.items())}
+def composed(method: str) -> dict[str, bytes]:
+    """Name and content of every modelling file that an export of this version with this method carries."""
+    if method not in registry.methods() or registry.decoding_class(method) is None:
+        return {}
+    return {name: text.encode() for name, text in compose.files(method).items()}
 
 
-def read(folder: Path, entry: str) -> dict[str, bytes]:
-    """The modelling files of a folder: `entry` (a module's name) and all that it imports from beside it."""
-    out: dict[str, bytes] = {}
-    left = [entry]
-    while left:
-        if (name := f"{left.pop()}.py") not in out:
-            if not (folder / name).is_file():
-                raise UserError(f"{folder / name} is missing.")
-            out[name] = (folder / name).read_bytes()
-            left += _RELATIVE.findall(out[name].decode("utf-8", errors="replace"))
-    return out
+def is_ours(sources: dict[str, bytes], method: str) -> bool:
+    """Whether all of these files are those of this version."""
+    ours = composed(method)
+    return all(ours.get(name) == content for name, content in sources.items())
 
 
-def is_earlier(found: dict[str, bytes]) -> bool:
-    """Whether these are the modelling files of an earlier version, which the present code replaces."""
-    return len(found) == 1 and {hashlib.sha256(text).hexdigest() for text in found.values()} <= EARLIER
+def is_earlier(sources: dict[str, bytes]) -> bool:
+    """Whether these are an earlier version's, in whose place the present code is run."""
+    return all(hashlib.sha256(content).hexdigest() in EARLIER for content in sources.values())
 
 
-def foreign(found: dict[str, bytes], method: str) -> str | None:
-    """The first of a folder's modelling files that is not this version's; None: all are."""
-    own = files(method)
-    return next((name for name, text in found.items() if text != own.get(name, "").encode()), None)
+def read(folder: Path, reference: object, method: str, trusted: bool) -> tuple[str, dict[str, bytes]]:
+    """`reference` (file.Class of an auto_map), and the files that it needs by name.
 
-
-def _flat(module: str) -> str:
-    """A module's name in an export folder."""
-    folder, _, last = module.rpartition(".")
-    return f"method_{folder.rpartition('.')[2]}" if last == "decoding" else last
-
-
-def _source(module: str) -> Path:
-    spec = importlib.util.find_spec(module)
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin)
-
-
-def decoding_class(method: str) -> type[DecodingMethod]:
-    """The decoding form of a method; UserError where there is none."""
-    if (form := registry.decoding_class(method)) is None:
+    UserError where one of them is missing, lies outside the folder or, unless `trusted`, is neither ours nor of
+    `EARLIER`.
+    """
+    match = _CLASS.fullmatch(reference) if isinstance(reference, str) else None
+    if match is None:
         raise UserError(
-            f"ponder.method = {method!r}: it has no decoding form, so it cannot be exported; add a file decoding.py "
-            "beside its training form."
+            f"{folder}: no model can be made of it (auto_map = {reference!r} does not name a class of a file in this "
+            "folder)."
         )
-    return form
+    ours, found, wanted = composed(method), {}, [f"{match[1]}.py"]
+    for name in wanted:  # grows meanwhile
+        if name in found:
+            continue
+        path = files.inside(folder, name)
+        if not path.is_file():
+            raise UserError(f"{folder / name} is missing.")
+        content = files.read_bounded(path, LARGEST)
+        if not trusted and content != ours.get(name) and not is_earlier({name: content}):
+            raise UserError(
+                f"{folder / name} is not a modelling file of this version, and loading the model runs it; read it, "
+                "then say --trust-remote-code."
+            )
+        found[name] = content
+        wanted += _neighbours(content)
+    return match[0], found
+
+
+def _neighbours(content: bytes) -> Iterator[str]:
+    """Files of the same folder that a file imports: `from .name import ...` and `from . import name`."""
+    for node in ast.walk(ast.parse(content)):
+        if isinstance(node, ast.ImportFrom) and node.level == 1:
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+            yield from (f"{name}.py" for name in names)
+
+
+def load(folder: Path, reference: str, sources: dict[str, bytes]) -> Any:
+    """The class that `reference` names, from `sources` as `read` gives them."""
+    package = f"megaponder_export_{next(_numbers)}"  # its own for each load: nothing has been imported under this name
+    sys.meta_path.insert(0, _Sources(package, folder, sources))
+    file, _, name = reference.partition(".")
+    return getattr(importlib.import_module(f"{package}.{file}"), name)
+
+
+class _Sources(MetaPathFinder, Loader):
+    """Makes modules of a package from bytes in memory."""
+
+    def __init__(self, package: str, folder: Path, sources: dict[str, bytes]):
+        self._package, self._folder, self._sources = package, folder, sources
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """The package itself, or a module that has a source."""
+        if name == self._package:
+            return ModuleSpec(name, self, is_package=True)
+        package, _, last = name.rpartition(".")
+        if package != self._package or f"{last}.py" not in self._sources:
+            return None
+        return ModuleSpec(name, self, origin=str(self._folder / f"{last}.py"))
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the bytes of the module's source."""
+        if module.__name__ != self._package:
+            name = f"{module.__name__.rpartition('.')[2]}.py"
+            exec(compile(self._sources[name], str(self._folder / name), "exec"), module.__dict__)

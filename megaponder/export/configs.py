@@ -7,7 +7,7 @@ from typing import Any
 
 from megaponder.config.schema import ModelConfig, RunConfig
 from megaponder.errors import UserError
-from megaponder.export import code
+from megaponder.export import compose
 from megaponder.ponder.settings import embedding_scale, method_of
 
 # our field -> the modelling code's; `embedding_scale` is written as a number
@@ -119,13 +119,13 @@ def _mapped(model: ModelConfig, names: dict[str, str]) -> dict[str, Any]:
 def ponder_config(cfg: RunConfig, dtype: str, eos: int | None) -> dict[str, Any]:
     """config.json of an export with modelling code of its own."""
     check_fields_known()
-    form, options = code.decoding_class(cfg.ponder.method), method_of(cfg).options
+    form, options = compose.decoding_class(cfg.ponder.method), method_of(cfg).options
     return {
         "model_type": "megaponder",
         "architectures": ["MegaponderForCausalLM"],
         "auto_map": {
-            "AutoConfig": f"{code.CONFIGURATION}.MegaponderConfig",
-            "AutoModelForCausalLM": f"{code.ENTRY}.MegaponderForCausalLM",
+            "AutoConfig": f"{compose.CONFIGURATION}.MegaponderConfig",
+            "AutoModelForCausalLM": f"{compose.ENTRY}.MegaponderForCausalLM",
         },
         "method": cfg.ponder.method,
         "method_options": {f.name: getattr(options, f.name) for f in fields(options)},

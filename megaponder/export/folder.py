@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -56,19 +57,35 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """An object from a JSON file; UserError if it is missing or is none."""
+LARGEST_JSON = 1 << 26
+"""Bytes of a config.json or of an index of weights: the largest published index has 9 MB."""
+LARGEST_HEADER = 1 << 25
+"""Bytes of the JSON at the beginning of a safetensors file."""
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """An object from a JSON file of a folder from elsewhere; UserError if it is missing, too large or none."""
+    path = folder / name
     try:
-        if files.is_special(path):
-            raise UserError(f"{path} is a pipe or a device.")
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(files.read_bounded(files.inside(folder, name), LARGEST_JSON).decode())
+    except UserError:
+        raise
     except FileNotFoundError:
         raise UserError(f"{path} is missing.") from None
-    except (ValueError, OSError, RecursionError) as error:
+    except RecursionError:
+        raise UserError(f"{path} cannot be read: it nests too deep.") from None
+    except (ValueError, OSError) as error:
         raise UserError(f"{path} cannot be read: {error}.") from error
     if not isinstance(value, dict):
         raise UserError(f"{path} must hold a JSON object.")
     return value
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder from elsewhere has a tokenizer.json; UserError if its files are links that leave it."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        files.inside(folder, name)
+    return (folder / "tokenizer.json").is_file()
 
 
 def write_weights(folder: Path, tensors: dict[str, Tensor], shard_bytes: int = SHARD_BYTES) -> list[str]:
@@ -87,32 +104,47 @@ def write_weights(folder: Path, tensors: dict[str, Tensor], shard_bytes: int = S
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder's safetensors files; pickled weights are refused."""
+    """All tensors of a folder's safetensors files; pickled weights are refused, as are files outside the folder."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        listed = read_json(index).get("weight_map")
-        if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
-            raise UserError(f"{index} has no weight_map from tensors to files.")
-        names = sorted(set(listed.values()))
-    elif (folder / "model.safetensors").is_file():
-        names = ["model.safetensors"]
-    else:
-        pickled = sorted(p.name for p in folder.glob("*.bin"))
-        why = "none is there"
-        if pickled:
-            why = f"{pickled[0]} is pickled, and unpickling runs code; convert it with transformers"
-        raise UserError(f"{folder} has no model.safetensors: {why}.")
-    tensors: dict[str, Tensor] = {}
-    for name in names:
-        if "/" in name:
-            raise UserError(f"{index} names {name!r}, which is no file of this folder.")
-        if not (folder / name).is_file():
+    paths = {name: files.inside(folder, name) for name in _weight_files(folder)}
+    for name, path in paths.items():
+        if not path.is_file():
             raise UserError(f"{folder / name} is missing.")
+    need, free = sum(p.stat().st_size for p in paths.values()), psutil.virtual_memory().available
+    if need > free:
+        raise UserError(f"{folder}: its weights take {need:,} bytes, and {free:,} bytes of memory are free.")
+    tensors: dict[str, Tensor] = {}
+    for name, path in paths.items():
         try:
-            tensors |= load_file(folder / name)
-        except (SafetensorError, OSError) as error:
+            _check_header(path)
+            tensors |= load_file(path)
+        except (SafetensorError, OSError, ValueError) as error:
             raise UserError(f"{folder / name} cannot be read: {error}.") from error
     return tensors
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """Names of a folder's weight files, as its index gives them."""
+    index = "model.safetensors.index.json"
+    if (folder / index).is_file():
+        listed = read_json(folder, index).get("weight_map")
+        if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+            raise UserError(f"{folder / index} has no weight_map from tensors to files.")
+        return sorted(set(listed.values()))
+    if (folder / "model.safetensors").is_file():
+        return ["model.safetensors"]
+    pickled = sorted(p.name for p in folder.glob("*.bin"))
+    why = "none is there"
+    if pickled:
+        why = f"{pickled[0]} is pickled, and unpickling runs code; convert it with transformers"
+    raise UserError(f"{folder} has no model.safetensors: {why}.")
+
+
+def _check_header(path: Path) -> None:
+    """ValueError for a header that the library would take long to read."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+    if LARGEST_HEADER < size <= path.stat().st_size:
+        raise ValueError(f"its header has {size:,} bytes, more than {LARGEST_HEADER:,}")

@@ -12,6 +12,7 @@ from megaponder.config.schema import DataConfig, PonderConfig, RunConfig
 from megaponder.errors import ConfigError, UserError
 from megaponder.export import folder, names, native, reference
 from megaponder.export.extra import need_transformers
+from megaponder.export.folder import has_tokenizer
 from megaponder.export.hf_fields import model_config
 from megaponder.export.save import save_weights
 from megaponder.ponder.settings import check_shape, table_rows
@@ -58,20 +59,18 @@ def import_hf(
     need_transformers("megaponder import")
     reference.check_tolerance(tolerance)
     source, out = Path(source), Path(out)
-    hf = folder.read_json(source / "config.json")
+    hf = folder.read_json(source, "config.json")
     cfg = run_config(hf, source, out, frozenset(ignore or ()))
     tensors = folder.read_weights(source)
     if bad := sorted(name for name, t in tensors.items() if t.is_floating_point() and not t.isfinite().all()):
         raise UserError(f"{source}: {bad[0]} has values that are not finite.")
     count = sum(t.numel() for t in tensors.values())
-    if (cfg.model.num_layers or 0) > len(tensors):
-        layers = cfg.model.num_layers
-        raise UserError(f"{source}: config.json has {layers:,} layers, and the weights have {len(tensors)} tensors.")
+    from megaponder.export.load import load_folder, refuse_too_large
+
+    refuse_too_large(source, hf, tensors)
     state = names.to_stage(to_plain(hf, tensors, cfg), cfg.model, table_rows(cfg))
     del tensors
     prompts = reference.prompts(cfg)
-    from megaponder.export.load import load_folder
-
     model = load_folder(source, trust_remote_code=trust_remote_code)
     theirs = [reference.export_logits(model, ids) for ids in prompts]
     del model
@@ -110,7 +109,7 @@ def _run_config(hf: dict[str, Any], source: Path, out: Path, ignore: frozenset[s
     data = DataConfig(
         sequence_length=int(section.max_positions or 0),
         eod_id=eos if type(eos) is int and 0 <= eos < int(section.vocab_size or 0) else None,
-        tokenizer=str(source) if (source / "tokenizer.json").is_file() else None,
+        tokenizer=str(source) if has_tokenizer(source) else None,
     )
     return resolve(RunConfig(run=str(out), model=section, ponder=ponder, data=data))
 

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import sys
-from importlib.abc import InspectLoader
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +19,10 @@ if TYPE_CHECKING:
 def load_folder(path: Path, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False) -> Any:
     """The model of an export folder, in evaluation mode; weights from safetensors only.
 
-    A folder with modelling code is loaded through that very code, without transformers' cache of remote code.  Where it
-    is not this installation's, it is run only if that is asked for.  An earlier version's is replaced by the
-    present one.  UserError for a folder that makes no model, or one whose weights are not finite.
+    A folder with modelling code is loaded through that very code.  Where it is not this installation's, it is run only
+    if that is asked for; an earlier version's is replaced by the present one.  Nothing outside the folder is read,
+    fetched or run.
+    UserError for a folder that makes no model, or one whose weights are not finite.
     """
     try:
         model, notes = _load(path, dtype, trust_remote_code)
@@ -46,78 +42,74 @@ def load_folder(path: Path, dtype: torch.dtype = torch.float32, trust_remote_cod
     return model.eval()
 
 
+ELSEWHERE = ("implementation", "kernel", "name_or_path", "auto_map", "commit_hash", "base_model", "fusion")
+"""Parts of the names of settings that make transformers fetch, run or swap something that is not in the folder."""
+
+
 def _load(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:
-    from transformers import AutoModelForCausalLM
+    """transformers gets a class, a configuration and tensors, never the folder: it would follow what that names."""
     from transformers.utils import logging
 
-    config = folder.read_json(path / "config.json")
-    cls: Any = AutoModelForCausalLM
-    if "auto_map" in config:
-        file, _, name = config["auto_map"]["AutoModelForCausalLM"].partition(".")
-        texts = code.read(path, Path(file).name)
-        if code.is_earlier(texts):
-            from megaponder.export.modeling_megaponder import MegaponderForCausalLM
-
-            cls = MegaponderForCausalLM
-        else:
-            _refuse_foreign(path, texts, str(config.get("method")), trust_remote_code)
-            cls = getattr(_module(path, Path(file).name, texts), name)
+    fields = folder.read_json(path, "config.json")
+    if fields.get("quantization_config"):
+        raise UserError(f"{path}: its weights are quantised (quantization_config), which is not supported.")
+    cls = _class(path, fields, trust_remote_code)
+    tensors = folder.read_weights(path)
+    refuse_too_large(path, fields, tensors)
+    own = {name: value for name, value in fields.items() if not any(part in name for part in ELSEWHERE)}
+    config = cls.config_class.from_dict(own)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in cls(config).parameters())
+    if size > 2 * (stored := sum(t.numel() for t in tensors.values())):
+        raise UserError(f"{path}: config.json makes a model of {size:,} parameters, and the weights have {stored:,}.")
     before = logging.get_verbosity()
     logging.set_verbosity_error()  # its table of what does not fit comes back in the notes, to be said in a sentence
     try:
         return cls.from_pretrained(
-            path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, use_safetensors=True
+            None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
     finally:
         logging.set_verbosity(before)
 
 
-class _Code(InspectLoader):
-    """Imports the modelling files of an export folder from memory, as modules of one package."""
+def _class(path: Path, fields: dict[str, Any], trust_remote_code: bool) -> Any:
+    """The class of the folder's own modelling code, or transformers' own of a family that we know."""
+    import transformers
 
-    def __init__(self, package: str, folder: Path, texts: dict[str, bytes]):
-        self._package, self._folder = package, folder
-        self._texts = {f"{package}.{name.removesuffix('.py')}": text for name, text in texts.items()}
+    if "auto_map" in fields:
+        if not trust_remote_code and fields.get("method") not in list(methods()):
+            raise UserError(
+                f"{path}: no model can be made of it: method {fields.get('method')!r} is unknown here; if a plugin of "
+                "yours has it, name that with --plugin."
+            )
+        named = fields["auto_map"]
+        reference = named.get("AutoModelForCausalLM") if isinstance(named, dict) else named
+        method = str(fields.get("method"))
+        reference, sources = code.read(path, reference, method, trust_remote_code)
+        earlier = code.is_earlier(sources)
+        if earlier or code.is_ours(sources, method):
+            from megaponder.export.from_hf import run_config
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != self._package and name not in self._texts:
-            return None
-        file = self._folder / f"{name.rpartition('.')[2]}.py"
-        spec = ModuleSpec(name, self, origin=str(file), is_package=name == self._package)
-        spec.has_location = name in self._texts
-        return spec
+            run_config(fields, path, path, frozenset())  # bounds passes and sizes
+        if earlier:
+            from megaponder.export.modeling_megaponder import MegaponderForCausalLM
 
-    def is_package(self, name: str) -> bool:
-        return name == self._package
-
-    def get_source(self, name: str) -> str:
-        return self._texts[name].decode("utf-8") if name in self._texts else ""
-
-
-def _refuse_foreign(folder: Path, texts: dict[str, bytes], method: str, trust_remote_code: bool) -> None:
-    if trust_remote_code:
-        return
-    if method not in methods():
-        raise UserError(
-            f"{folder}: no model can be made of it: method {method!r} is unknown here; if a plugin of yours has it, "
-            "name that with --plugin."
-        )
-    if other := code.foreign(texts, method):
-        raise UserError(
-            f"{folder / other} is not a modelling file of this version, and loading the model runs it; read it, then "
-            "say --trust-remote-code."
-        )
+            return MegaponderForCausalLM
+        return code.load(path, reference, sources)
+    native = dict(configs.NATIVE_TYPES.values())
+    kind = fields.get("model_type")
+    if not isinstance(kind, str) or kind not in native:
+        known = ", ".join([*native, "megaponder"])
+        raise UserError(f"{path}: model_type = {kind!r}: no model can be made of it; it must be one of {known}.")
+    return getattr(transformers, native[kind])
 
 
-def _module(folder: Path, entry: str, texts: dict[str, bytes]) -> Any:
-    """The module `entry` of a folder, from the bytes that were compared with this version's."""
-    package = f"megaponder_export_{hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()[:16]}"
-    finder = _Code(package, folder, texts)
-    sys.meta_path.insert(0, finder)
-    try:
-        return importlib.import_module(f"{package}.{entry}")
-    finally:
-        sys.meta_path.remove(finder)
+def refuse_too_large(path: Path, fields: dict[str, Any], tensors: names.Tensors) -> None:
+    """UserError for more layers than the weights have tensors, before anything is made for each of them."""
+    for name in ("num_hidden_layers", "n_layer"):
+        layers = fields.get(name)
+        if isinstance(layers, int | float) and layers > len(tensors):
+            raise UserError(f"{path}: config.json has {layers:,} layers, and the weights have {len(tensors)} tensors.")
 
 
 def build_model(cfg: RunConfig, plain: names.Tensors, eos: int | None = None) -> MegaponderForCausalLM:

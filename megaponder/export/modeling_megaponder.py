@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megaponder.decoding.configuration import MegaponderConfig
 from megaponder.decoding.model import PonderForCausalLM
-from megaponder.export.code import decoding_class
+from megaponder.export.compose import decoding_class
 from megaponder.ponder.registry import methods
 
 __all__ = ["MegaponderConfig", "MegaponderForCausalLM"]

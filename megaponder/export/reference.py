@@ -121,9 +121,9 @@ def export_logits(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
     so that the checkpoint has the same to compare with.
     """
     from megaponder.decoding.method import DecodingMethod
-    from megaponder.export import code
+    from megaponder.export import compose
 
-    form = code.decoding_class(model.config.method) if hasattr(model, "ponder") else DecodingMethod
+    form = compose.decoding_class(model.config.method) if hasattr(model, "ponder") else DecodingMethod
     whole = model(ids, use_cache=False).logits
     options = model.ponder.options if hasattr(model, "ponder") else {}
     before = dict(options)

@@ -15,7 +15,7 @@ from megaponder.checkpoint.state import load_state
 from megaponder.checkpoint.weights import read_weights
 from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError
-from megaponder.export import card, code, configs, folder, names, native, reference, tokenizer
+from megaponder.export import card, compose, configs, folder, names, native, reference, tokenizer
 from megaponder.export.extra import need_transformers
 from megaponder.ponder.settings import table_rows
 
@@ -71,7 +71,7 @@ def export(
     reference.check_tolerance(tolerance)
     source = locate(checkpoint)
     cfg, state = read_weights(source)
-    code.decoding_class(cfg.ponder.method)  # its complaint comes first
+    compose.decoding_class(cfg.ponder.method)  # its complaint comes first
     state = cast(state, dtype)
     out = Path(out)
     with folder.published(out, force) as temporary:
@@ -115,8 +115,8 @@ def write_model(
         tensors = native.to_native(plain, cfg.model.family, cfg.model.num_heads)
     else:
         config, tensors = configs.ponder_config(cfg, dtype, eos), plain
-        for name, text in code.files(cfg.ponder.method).items():
-            (path / name).write_text(text, encoding="utf-8")
+        for name, text in compose.files(cfg.ponder.method).items():
+            (path / name).write_bytes(text.encode())
     config["megaponder_version"] = __version__
     folder.write_json(path / "config.json", config)
     generation: dict[str, Any] = {"bos_token_id": eos, "eos_token_id": eos, "pad_token_id": eos}

@@ -116,12 +116,12 @@ def _device(name: str | None) -> str:
 
 
 def _from_export(path: Path, tokenizer: str | None, device: str, trust_remote_code: bool) -> Source:
-    from megaponder.export.folder import read_json
+    from megaponder.export.folder import has_tokenizer, read_json
     from megaponder.export.load import load_folder
     from megaponder.export.to_hf import DTYPES
 
-    config = read_json(path / "config.json")
-    if tokenizer is None and not (path / "tokenizer.json").is_file():
+    config = read_json(path, "config.json")
+    if tokenizer is None and not has_tokenizer(path):
         raise UserError(f"{path} has no tokenizer.json; name a tokenizer.")
     dtype = DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
     model = load_folder(path, dtype if device != "cpu" else torch.float32, trust_remote_code).to(device)

@@ -7,6 +7,7 @@ import math
 from rich.console import Group
 from rich.panel import Panel as Box
 from rich.table import Table
+from rich.text import Text
 
 from megaponder.monitor.series import Overview, Panel, Points, averaged
 
@@ -21,14 +22,14 @@ def board(overview: Overview) -> Box:
         facts.add_column()
     items = list(overview.facts.items())
     for left, right in zip(items[::2], [*items[1::2], ("", "")], strict=False):
-        facts.add_row(left[0], left[1], right[0], right[1])
+        facts.add_row(*(Text(word) for word in (*left, *right)))  # text, no markup: names come from a file
     curves = Table.grid(padding=(0, 2))
     for justify in ("left", "left", "right", "right"):
         curves.add_column(justify=justify, no_wrap=True)
     curves.add_row("", "", "first", "last")
     for panel in overview.panels:
         _add(curves, panel)
-    return Box(Group(facts, "", curves), title=overview.run, expand=False)
+    return Box(Group(facts, "", curves), title=Text(overview.run), expand=False)
 
 
 def _add(table: Table, panel: Panel) -> None:

@@ -72,9 +72,9 @@ def start(cfg: RunConfig, identity: Identity, step: int, total_steps: int) -> Ex
     """An exporter, or the warning to print: a taken port costs the metrics, not the run."""
     try:
         return Exporter(cfg, identity, step, total_steps)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # the second: no thread can be started
         host, port = cfg.logging.prometheus_host, cfg.logging.prometheus_port
         return (
             f"logging.prometheus_port = {port}: {host}:{port} on {labels(identity)['node']} cannot be used "
-            f"({error.strerror or error}), so this node has no /metrics; training goes on."
+            f"({getattr(error, 'strerror', None) or error}), so this node has no /metrics; training goes on."
         )

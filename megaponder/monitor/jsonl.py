@@ -11,7 +11,8 @@ import contextlib
 import difflib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +24,60 @@ NAME = "metrics.jsonl"
 SUPERSEDED = "metrics.superseded.jsonl"
 
 
-def read(path: Path, needs: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Rows of a file; a line that a kill has cut off, or that is no text, is left out, as is one that lacks one of the
-    integers `needs`."""
-    rows = []
-    for text in path.read_text(errors="replace").splitlines() if path.is_file() else []:
+LONGEST = 1 << 20
+"""Bytes of a line; a row has some thousand."""
+
+
+def scan(path: Path, needs: Sequence[str] = ()) -> tuple[list[dict[str, Any]], list[bytes]]:
+    """Rows of a file, and the whole lines that are none: no JSON, or without one of the counts `needs`."""
+    rows, damaged = [], []
+    for line in _lines(path):
         try:
-            row = json.loads(text)
+            row = json.loads(line)
         except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict) and all(isinstance(row.get(n), int) for n in needs):
+            row = None
+        if isinstance(row, dict) and all(type(row.get(n)) is int and 0 <= row[n] < 2**62 for n in needs):
             rows.append(row)
-    return rows
+        elif line.strip() and line.endswith(b"\n"):  # else it is being written, or was when a kill came
+            damaged.append(line)
+    return rows, damaged
 
 
-def of_run(run: Path) -> list[dict[str, Any]]:
+def _lines(path: Path) -> Iterator[bytes]:
+    if path.is_file():
+        with path.open("rb") as file:
+            while line := file.readline(LONGEST):
+                yield line
+
+
+def read(path: Path, needs: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Rows of a file, without what is damaged."""
+    return scan(path, needs)[0]
+
+
+@dataclass(frozen=True)
+class Series:
+    """Rows of a run that can be shown: numbers by name, positions among them."""
+
+    rows: list[dict[str, float]]
+    damaged: int
+    """Lines that are no rows."""
+    odd: tuple[str, ...]
+    """Names of values that are no numbers and were left out."""
+
+    def sentences(self) -> list[str]:
+        """What was left out, if anything."""
+        lines = "1 line is no row and was" if self.damaged == 1 else f"{self.damaged} lines are no rows and were"
+        found = [f"{lines} left out."] if self.damaged else []
+        names = ", ".join(name[:40] for name in self.odd[:5]) + (", ..." if len(self.odd) > 5 else "")
+        return found + ([f"Values that are no numbers were left out, of {names}."] if self.odd else [])
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) < 2**1000)
+
+
+def of_run(run: Path) -> Series:
     """Rows of a run folder; UserError for a folder that has none."""
     if not run.is_dir():
         folder = run.parent
@@ -46,25 +86,29 @@ def of_run(run: Path) -> list[dict[str, Any]]:
         fix = f"did you mean {folder / close[0]}" if close else f"{folder} has {', '.join(there[:8]) or 'no run'}"
         what = "this is no run folder" if run.exists() else "there is no such run folder"
         raise UserError(f"{run}: {what}; {fix}.")
-    if not (rows := read(run / NAME, POSITION)):
+    rows, damaged = scan(run / NAME, POSITION)
+    if not rows:
         what = "not there"
         if (run / NAME).exists():
             what = "empty" if (run / NAME).is_file() and not (run / NAME).stat().st_size else "no series of rows"
         raise UserError(f"{run} has no metrics yet ({run / NAME} is {what}); the first come after logging.every steps.")
-    return rows
+    odd = {name: None for row in rows for name, value in row.items() if not _is_number(value)}  # in their order
+    numbers = [{n: v for n, v in row.items() if n not in odd or _is_number(v)} for row in rows]
+    return Series(numbers, len(damaged), tuple(odd))
 
 
-def rewind(run: Path, step: int) -> int:
-    """Move rows beyond `step` out of the series; returns how many."""
+def rewind(run: Path, step: int) -> tuple[int, int]:
+    """Move rows beyond `step`, and lines that are no rows, out of the series; returns how many of each."""
     path = run / NAME
-    rows = read(path, POSITION)
+    rows, damaged = scan(path, POSITION)
     beyond = [r for r in rows if r["step"] > step]
-    if beyond:
-        with (run / SUPERSEDED).open("a") as file:
-            file.writelines(json.dumps(r) + "\n" for r in beyond)
+    if beyond or damaged:
+        with (run / SUPERSEDED).open("ab") as file:
+            file.writelines((json.dumps(r) + "\n").encode() for r in beyond)
+            file.writelines(line.rstrip(b"\n") + b"\n" for line in damaged)
     if path.exists():  # also to drop a line that a kill has cut off
         files.write_bytes(path, "".join(json.dumps(r) + "\n" for r in rows if r["step"] <= step).encode())
-    return len(beyond)
+    return len(beyond), len(damaged)
 
 
 class JsonLines:

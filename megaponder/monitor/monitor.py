@@ -44,7 +44,10 @@ class Monitor:
             else:
                 self._exporter = made
         if self.logs:
-            moved = jsonl.rewind(self._run, step)
+            moved, damaged = jsonl.rewind(self._run, step)
+            if damaged:
+                lines = "1 line that is no row was" if damaged == 1 else f"{damaged} lines that are no rows were"
+                self.say(f"{lines} moved to {self._run / jsonl.SUPERSEDED}.")
             if moved:
                 rows = "1 row beyond step {} was" if moved == 1 else f"{moved} rows beyond step {{}} were"
                 self.say(f"{rows.format(step)} moved to {self._run / jsonl.SUPERSEDED}.")

@@ -26,7 +26,7 @@ class Pondered:
         self._path, self._logs, self._cfg = Path(cfg.run) / NAME, logs, cfg
         self._words: Any = None
         if logs and self._path.exists():
-            kept = [row for row in jsonl.read(self._path) if row["step"] <= step]
+            kept = [row for row in jsonl.read(self._path, ("step",)) if row["step"] <= step]
             files.write_bytes(self._path, "".join(json.dumps(row) + "\n" for row in kept).encode())
 
     def write(self, step: int, by_token: Tensor) -> str | None:

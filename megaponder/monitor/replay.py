@@ -10,7 +10,7 @@ from typing import Literal
 from megaponder.config.load import load_config
 from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError
-from megaponder.monitor import jsonl
+from megaponder.monitor import jsonl, registry
 from megaponder.monitor.row import Row, from_flat
 from megaponder.monitor.trackers import TensorBoard, Tracker, WandB
 
@@ -19,7 +19,15 @@ def replay(
     run: Path, tensorboard: bool, wandb: Literal["offline", "online"] | None, wandb_id: str | None = None
 ) -> Iterator[str]:
     """Write all rows; yields a sentence for each tracker that has them."""
-    rows = [from_flat(r) for r in jsonl.of_run(run)]
+    series = jsonl.of_run(run)
+    rows = [from_flat(r) for r in series.rows]
+    unknown = {name: None for row in rows for name in row.values if registry.find(name) is None}  # in their order
+    for row in rows:
+        row.values = {name: value for name, value in row.values.items() if name not in unknown}
+    yield from series.sentences()
+    if unknown:
+        names = ", ".join(name[:40] for name in list(unknown)[:5]) + (", ..." if len(unknown) > 5 else "")
+        yield f"Values that this version does not know were left out: {names}."
     if tensorboard:
         _write(TensorBoard(run, 0, replay=True), rows)
         yield f"{run / 'tensorboard'}: {_count(rows)}; what was there before is hidden."

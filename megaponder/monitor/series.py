@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -50,7 +52,8 @@ class Overview:
 
 def overview(run: Path, now: float | None = None) -> Overview:
     """What the rows tell; UserError for a folder without rows."""
-    rows = jsonl.of_run(run)
+    series = jsonl.of_run(run)
+    rows = series.rows
     age = max(0.0, (time.time() if now is None else now) - (run / jsonl.NAME).stat().st_mtime)
     total = _last(rows, "total_steps")
     step = int(rows[-1]["step"])
@@ -59,7 +62,7 @@ def overview(run: Path, now: float | None = None) -> Overview:
         step=step,
         total=None if total is None else int(total),
         age=age,
-        facts=_facts(rows, step, total, age),
+        facts=_facts(rows, step, total, age) | ({"left out": said} if (said := " ".join(series.sentences())) else {}),
         panels=_panels(rows),
     )
 
@@ -95,7 +98,7 @@ def _facts(rows: Sequence[Mapping[str, Any]], step: int, total: float | None, ag
     if (mfu := _last(rows, "mfu")) is not None:
         facts["MFU"] = f"{mfu:.1%}"
     for name in sorted({n for r in rows for n in r if n.startswith("skipped_")}):
-        facts[_words(name)] = f"{_last(rows, name):.0f}"
+        facts[_words(name)] = f"{_last(rows, name) or 0:.0f}"
     return facts
 
 
@@ -114,7 +117,8 @@ def _panels(rows: Sequence[Mapping[str, Any]]) -> tuple[Panel, ...]:
 
 
 def _by_pass(rows: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, Points]:
-    passes = sorted({int(n.removeprefix(prefix)) for r in rows for n in r if n.startswith(prefix)})
+    pattern = re.compile(re.escape(prefix) + r"([0-9]{1,4})")
+    passes = sorted({int(match[1]) for r in rows for n in r if (match := pattern.fullmatch(n))})
     return {f"pass {p}": _points(rows, f"{prefix}{p}") for p in passes}
 
 
@@ -123,7 +127,7 @@ def _points(rows: Sequence[Mapping[str, Any]], name: str) -> Points:
 
 
 def _last(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    return next((float(r[name]) for r in reversed(rows) if name in r), None)
+    return next((float(r[name]) for r in reversed(rows) if name in r and math.isfinite(r[name])), None)
 
 
 def _words(name: str) -> str:

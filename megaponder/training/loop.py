@@ -13,13 +13,16 @@ from megaponder.training.evaluate import evaluate
 from megaponder.training.faults import NotFinite
 from megaponder.training.optimizer import drop_backbone_gradients, method_only, set_lr
 from megaponder.training.rollback import roll_back
+from megaponder.training.shortage import worth_another_start
 from megaponder.training.step import gradient_norm, update, whole_parameters
 
 
 def run(cfg: RunConfig, groups: Groups) -> int:
     """Train on the given process groups until the budget is spent or a stop is asked for; returns the exit code."""
-    with ExitStack() as stack:
+    with worth_another_start() as start, ExitStack() as stack:
         parts = build(cfg, groups, stack)
+        first = parts.state.step
+        start.has_worked = lambda: parts.state.step > first
         try:
             asked = loop(parts)
         except NotFinite:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import time
+from itertools import pairwise as pairs
 from pathlib import Path
 
 import pytest
@@ -181,6 +183,31 @@ def test_bad_yaml_is_placed(tmp_path: Path, text: str, words: str) -> None:
 )
 def test_bad_overrides(tmp_path: Path, words: list[str], expected: str) -> None:
     assert expected in str(refusal(tmp_path, "", *words))
+
+
+def test_aliases_and_sizes_are_bounded(tmp_path: Path) -> None:
+    """At once: what unfolds to hundreds of millions of values, by lists, by merges or on the command line."""
+    began = time.monotonic()
+    for row, use in (
+        ("[x,x,x,x,x,x,x,x,x]", "[{0},{0},{0},{0},{0},{0},{0},{0},{0}]"),
+        ("{k: 1}", "{{<<: [{0},{0},{0}]}}"),
+    ):
+        lines = [f"a0: &a0 {row}"]
+        lines += [f"a{i}: &a{i} {use.format(f'*a{i - 1}')}" for i in range(1, 9 if row[0] == "[" else 30)]
+        error = refusal(tmp_path, "\n".join([*lines, "run: runs/bomb"]))
+        assert "its aliases unfold to" in str(error) and "200,000 are the most" in str(error)
+    bomb = "[&a [1,1,1,1,1,1,1,1,1,1]" + "".join(
+        f",&{c} [{','.join('*' + b for _ in range(10))}]" for b, c in pairs("abcdefg")
+    )
+    assert "its aliases unfold to" in str(refusal(tmp_path, "", "--data.train", bomb + "]"))
+    assert "it is larger than 2,097,152 bytes" in str(refusal(tmp_path, "#" * (1 << 22)))
+    with (tmp_path / "run.yaml").open("r+b") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ConfigError, match="it is larger than"):
+        load_config(tmp_path / "run.yaml", [])
+    assert time.monotonic() - began < 10
+    shared = "data: {train: &d [data/a], valid: *d}\noptimizer: &o {lr: 0.5}\n"
+    assert load_config(write(tmp_path, shared), []).data.valid == ["data/a"]  # ordinary aliases are fine
 
 
 def test_missing_files_name_their_neighbours(tmp_path: Path) -> None:

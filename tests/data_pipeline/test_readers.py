@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megaponder.data.documents import Problem, TxtRule, documents
-from megaponder.data.readers import Position, kind_of, list_inputs, read_chunks
+from megaponder.data.readers import Limits, Position, Read, kind_of, list_inputs, read_chunks
 from megaponder.errors import ConfigError, UserError
 
 
@@ -115,6 +116,66 @@ def test_truncated_archives(tmp_path: Path) -> None:
         path.write_bytes(b"not packed at all")
         with pytest.raises(UserError, match=f"{name}: not valid"):
             texts([path])
+
+
+def test_inputs_are_bounded(tmp_path: Path) -> None:
+    """Windows, documents and blocks that unpack to far more than they are: a sentence, in little memory."""
+    zeros = pack(bytes(1 << 30), window_log=20)  # a gigabyte in some 30 kB
+    assert len(zeros) < 1 << 17
+    tracemalloc.start()
+    path = tmp_path / "a.jsonl.zst"
+    raw = b"".join(json.dumps({"text": t}).encode() + b"\n" for t in LINES)
+    path.write_bytes(pack(raw, window_log=28))
+    with pytest.raises(
+        UserError, match=r"a\.jsonl\.zst: unpacking it needs a window of more than 128 MiB; .*--zstd-window"
+    ):
+        texts([path])
+    reads = read_chunks([path], Position(), "text", TxtRule(), limits=Limits(window=1 << 28))
+    assert [x for r in reads for x in items(r)] == LINES
+    path.write_bytes(pack(raw, window_log=20) + zeros)
+    small = Limits(document=8 << 20)
+    with pytest.raises(UserError, match=r"a\.jsonl\.zst:401: the document that begins here is larger than 8 MiB"):
+        list(read_chunks([path], Position(), "text", TxtRule(), limits=small))
+    for name, data in (
+        ("b.jsonl", raw + b'{"text": "' + b"x" * (9 << 20)),
+        ("b.jsonl.gz", gzip.compress(bytes(9 << 20))),
+    ):
+        (tmp_path / name).write_bytes(data)
+        line = 401 if name == "b.jsonl" else 1
+        with pytest.raises(UserError, match=rf"{name}:{line}: the document that begins here is larger than 8 MiB"):
+            list(read_chunks([tmp_path / name], Position(), "text", TxtRule(), limits=small))
+    long = tmp_path / "c.jsonl"  # just below the limit, among others
+    lines = [*LINES, "y" * (7 << 20), *LINES]
+    long.write_text("".join(json.dumps({"text": t}) + "\n" for t in lines))
+    got = [x for r in read_chunks([long], Position(), "text", TxtRule(), limits=small) for x in items(r)]
+    assert got == lines
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 400 << 20  # 128 MiB of one block, and what is waiting
+
+
+def pack(data: bytes, window_log: int) -> bytes:
+    """A frame whose header asks for this window, as a stream's does that does not know its own length."""
+    parameters = zstandard.ZstdCompressionParameters(window_log=window_log)
+    packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    return packer.compress(data) + packer.flush()
+
+
+def items(read: Read) -> list[str]:
+    return [str(item) for _, item in documents(read.chunk, "jsonl", "text", TxtRule())]
+
+
+def test_large_rows_of_parquet(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": ["short", "z" * 5000]}), path)
+    with pytest.raises(UserError, match=r"a\.parquet:1: the document that begins here is larger than"):
+        list(read_chunks([path], Position(), "text", TxtRule(), limits=Limits(document=4096)))
+    damaged = bytearray(path.read_bytes())
+    damaged[8:40] = b"\xff" * 32
+    path.write_bytes(bytes(damaged))
+    with pytest.raises(UserError, match=r"a\.parquet: damaged, or too large for memory"):
+        list(read_chunks([path], Position(), "text", TxtRule()))
 
 
 def test_problems_name_line_and_reason() -> None:

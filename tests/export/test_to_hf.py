@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from megaponder.errors import UserError
-from megaponder.export import code, configs, extra, to_hf
+from megaponder.export import compose, configs, extra, to_hf
 from megaponder.export.from_hf import import_hf
 from megaponder.export.to_hf import export
 from tests.export import checkpoints
@@ -161,10 +161,10 @@ def test_a_folder_that_differs_is_not_published(tmp_path: Path, monkeypatch: pyt
 
 def test_a_cache_that_differs_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints.make("llama", "loop", tmp_path / "run")
-    files = code.files("loop")
+    files = compose.files("loop")
     broken = files["backbone.py"].replace("index * len(self.layers) + i", "i")  # all passes share one cache
     assert broken != files["backbone.py"]
-    monkeypatch.setattr(code, "files", lambda method: files | {"backbone.py": broken})
+    monkeypatch.setattr(compose, "files", lambda method: files | {"backbone.py": broken})
     with pytest.raises(UserError, match="logits with its cache differ"):
         export(tmp_path / "run", tmp_path / "hf")
     assert not (tmp_path / "hf").exists()

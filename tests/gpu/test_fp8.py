@@ -31,6 +31,13 @@ def test_weights_are_quantised_once_a_step(recipe: str) -> None:
     assert got["scales_changed_within_step"] == 0
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
+def test_gathered_rows_are_multiples_of_16(recipe: str) -> None:
+    pytest.importorskip("transformer_engine")
+    rows = run_workers("tests.gpu.workers:gathered_fp8", 1, args={"recipe": recipe})[0]
+    assert 32 in rows and all(n % 16 == 0 for n in rows)  # 34 places before
+
+
 def test_first_and_last_layers_stay_in_bf16() -> None:
     pytest.importorskip("transformer_engine")
     got = run_workers("tests.gpu.workers:layers_in_fp8", 1, args={"edge": 1})[0]

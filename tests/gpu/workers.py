@@ -183,6 +183,36 @@ def compare_fp8(recipe: str) -> dict[str, Any]:
     return {"loss_error": abs(loss8 - loss) / loss, "gradient_error": float((grad8 - grad).norm() / grad.norm())}
 
 
+def gathered_fp8(recipe: str) -> list[int]:
+    """Rows of the layers in passes of one sequence of 272 tokens, of which 20 go on; a sixteenth would be 17 rows."""
+    import torch
+
+    from megaponder.data.batch import MicroBatch
+
+    cfg = _case({"family": "llama", "method": "adaponderlm", "skip": True}, recipe)
+    cfg.data.sequence_length = cfg.model.max_positions = 272
+    cfg.train.micro_batch, cfg.precision.cuda_graphs = 1, False
+    engine = _engine(cfg)
+    stage, rows = engine.stage, []
+    if recipe == "fp32":  # without a GPU: what FP8 asks for, without FP8
+        stage.row_multiple = 16
+    all_active = stage.method.active
+
+    def active(*args: Any) -> Any:
+        found = all_active(*args)
+        return None if found is None else found & (torch.arange(272, device=found.device)[:, None] < 20)
+
+    stage.method.active = active
+    stage.decoder.layers[0].register_forward_pre_hook(
+        lambda _, args, named: rows.append((args[0] if args else named["hidden_states"]).shape[0]), with_kwargs=True
+    )
+    text = torch.randint(0, 1000, (2, 273), generator=torch.Generator().manual_seed(0))
+    batches = [MicroBatch(t[:, :-1], t[:, 1:], torch.ones(1, 272)) for t in text.split(1)]
+    out = engine.forward_backward(batches, 0, train=True)
+    assert out.loss > 0
+    return rows
+
+
 def watch_fp8_weights(recipe: str) -> dict[str, Any]:
     """What happens to the quantised weights and their scales within and after a step."""
     import torch

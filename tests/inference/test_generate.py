@@ -100,14 +100,24 @@ def test_mistakes(run: Path, change: dict[str, object], words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("num_hidden_layers", "2"), ("method", "foo"), ("method_options", 5), ("embedding_scale", "x"), ("auto_map", 5)],
+    ("field", "value", "words"),
+    [
+        ("num_hidden_layers", "2", "config.json: model.num_layers = '2'"),
+        ("method", "foo", "config.json: ponder.method = 'foo'"),
+        ("method_options", 5, "config.json: ponder.options = 5"),
+        ("method_options", {"steps": 10**9}, "config.json: ponder.options.steps = 1000000000"),
+        ("embedding_scale", "x", "config.json: model.embedding_scale = 'x'"),
+        ("num_hidden_layers", 10**9, "has 1,000,000,000 layers, and the weights have"),
+        ("vocab_size", 10**9, "makes a model of [0-9,]* parameters, and the weights have"),
+        ("auto_map", 5, "auto_map = 5 does not name a class of a file in this folder"),
+        ("quantization_config", {"quant_method": "gptq"}, "quantised"),
+    ],
 )
-def test_an_edited_export_is_a_sentence(run: Path, tmp_path: Path, field: str, value: object) -> None:
+def test_an_edited_export_is_a_sentence(run: Path, tmp_path: Path, field: str, value: object, words: str) -> None:
     shutil.copytree(run / "hf", tmp_path / "hf")
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {field: value}))
-    with pytest.raises(UserError, match="no model can be made of it"):
+    with pytest.raises(UserError, match=words):
         generate(tmp_path / "hf", ["a"], max_new_tokens=1)
 
 
@@ -134,7 +144,7 @@ def test_weights_that_are_pickled_or_not_finite_are_refused(run: Path, tmp_path:
         generate(tmp_path / "hf", ["a"])
     file.unlink()
     torch.save(tensors, tmp_path / "hf" / "pytorch_model.bin")
-    with pytest.raises(UserError, match="no model can be made of it"):
+    with pytest.raises(UserError, match="is pickled, and unpickling runs code"):
         generate(tmp_path / "hf", ["a"])
 
 

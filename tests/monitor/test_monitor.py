@@ -65,7 +65,7 @@ def test_after_a_resume_the_series_is_one(tmp_path):
     lines.close()
     with (tmp_path / jsonl.NAME).open("a") as file:
         file.write('{"step": 7, "lo')  # killed while writing
-    assert jsonl.rewind(tmp_path, 4) == 2
+    assert jsonl.rewind(tmp_path, 4) == (2, 0)
     lines = jsonl.JsonLines(tmp_path)
     for row in rows(range(5, 9)):
         lines.write(row)
@@ -77,7 +77,7 @@ def test_after_a_resume_the_series_is_one(tmp_path):
 
 def test_a_lone_broken_line_does_not_spoil_the_first_row(tmp_path):
     (tmp_path / jsonl.NAME).write_text('{"st')
-    assert jsonl.rewind(tmp_path, 0) == 0
+    assert jsonl.rewind(tmp_path, 0) == (0, 0)
     jsonl.JsonLines(tmp_path).write(rows([1])[0])
     assert [r["step"] for r in jsonl.read(tmp_path / jsonl.NAME)] == [1]
 
@@ -85,15 +85,15 @@ def test_a_lone_broken_line_does_not_spoil_the_first_row(tmp_path):
 def test_lines_that_are_no_rows_are_left_out(tmp_path):
     whole = json.dumps(rows([1])[0].flat())
     (tmp_path / jsonl.NAME).write_text(f'[1]\n"text"\n{{"loss": 2.0}}\n{{"step": "1"}}\n{whole}\n')
-    assert [r["step"] for r in jsonl.of_run(tmp_path)] == [1]
-    assert jsonl.rewind(tmp_path, 1) == 0 and (tmp_path / jsonl.NAME).read_text() == f"{whole}\n"
+    assert [r["step"] for r in jsonl.of_run(tmp_path).rows] == [1]
+    assert jsonl.rewind(tmp_path, 1) == (0, 4) and (tmp_path / jsonl.NAME).read_text() == f"{whole}\n"
 
 
 def test_bytes_that_are_no_text_are_left_out(tmp_path):
     whole = json.dumps(rows([1])[0].flat())
     (tmp_path / jsonl.NAME).write_bytes(b"\xff\xfe\x00\x81\n" + whole.encode() + b"\n" + b"[" * 100_000 + b"\n\xc3")
-    assert [r["step"] for r in jsonl.of_run(tmp_path)] == [1]
-    assert jsonl.rewind(tmp_path, 1) == 0 and (tmp_path / jsonl.NAME).read_text() == f"{whole}\n"
+    assert [r["step"] for r in jsonl.of_run(tmp_path).rows] == [1]
+    assert jsonl.rewind(tmp_path, 1) == (0, 2) and (tmp_path / jsonl.NAME).read_text() == f"{whole}\n"
 
 
 def monitor(tmp_path, logs: bool = True, **logging) -> Monitor:

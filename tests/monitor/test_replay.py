@@ -36,6 +36,29 @@ def test_tensorboard_shows_each_row_once(run: Path, capsys: pytest.CaptureFixtur
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 4), (2, 2), (3, pytest.approx(4 / 3))]
 
 
+def test_odd_rows_are_counted_and_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows of a newer version, of a hand, and of a disk that has lost something; in every command that shows rows."""
+    rows = [
+        {"step": 4, "sequences": 4, "tokens": 32, "loss": 1.0, "of_tomorrow": 3.0, "ponder_new_pass[/b]": 1.0},
+        {"step": 5, "sequences": 5, "tokens": 40, "loss": "low", "grad_norm": None, "mfu": [1], "passes": 10**400},
+        {"step": 6, "sequences": 6, "tokens": 48, "total_steps": float("nan"), "step_seconds": float("inf")},
+        {"step": 7, "sequences": 7, "tokens": 56, "ponder_active_passX": 1.0, "skipped_[bold]": True},
+        {"step": True, "sequences": 8, "tokens": 64}, {"step": -1, "sequences": 8, "tokens": 64},
+    ]  # fmt: skip
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+        file.write('{"step": 8}\nrubbish\n' + "[" * 3_000_000 + '\n{"step": 9, "lo')
+    for command in ("watch", "replay"):
+        words = ["--once"] if command == "watch" else ["--tensorboard"]
+        assert main([command, str(run), *words]) == 0, capsys.readouterr().err
+        out = " ".join(capsys.readouterr().out.replace("│", " ").split())
+        assert "5 lines are no rows and were left out." in out, out
+        assert "no numbers were left out, of loss, grad_norm, mfu, passes, skipped_[bold]" in out, out
+    assert "this version does not know were left out: of_tomorrow." in out and "7 rows up to step 7" in out
+    assert main(["watch", str(run), "--html", str(run / "board.html"), "--once"]) == 0
+    assert "5 lines are no rows" in (run / "board.html").read_text()
+
+
 def test_wandb_offline_keeps_the_runs_id(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="the extra megaponder[wandb] is not installed")
     monkeypatch.setenv("WANDB_SILENT", "true")
