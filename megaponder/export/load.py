@@ -78,10 +78,9 @@ def _class(path: Path, fields: dict[str, Any], trust_remote_code: bool) -> Any:
 
     if "auto_map" in fields:
         if not trust_remote_code and fields.get("method") not in list(methods()):
-            raise UserError(
-                f"{path}: no model can be made of it: method {fields.get('method')!r} is unknown here; if a plugin of "
-                "yours has it, name that with --plugin."
-            )
+            from megaponder.export.from_hf import run_config
+
+            run_config(fields, path, path, frozenset())  # says so
         named = fields["auto_map"]
         reference = named.get("AutoModelForCausalLM") if isinstance(named, dict) else named
         method = str(fields.get("method"))

@@ -28,7 +28,10 @@ def build_method(name: str, options: Mapping[str, Any], shape: Shape) -> Method:
     known = methods()
     if name not in known:
         raise ConfigError(
-            "ponder.method", name, "there is no such method", f"known methods: {', '.join(sorted(known))}"
+            "ponder.method",
+            name,
+            "there is no such method",
+            f"known methods: {', '.join(sorted(known))}; of your own, name the plugin",
         )
     cls = known[name]
     return cls(parse_options(cls, options), shape)
