@@ -7,7 +7,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from megaponder.checkpoint import folder, manifest, model_state, moments, result
 from megaponder.checkpoint.state import CONFIG, Contents, TrainState, save_state
 from megaponder.config.load import dump
 from megaponder.config.schema import RunConfig
-from megaponder.data.check import identities
 from megaponder.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -50,11 +49,12 @@ class Saver:
         cfg: RunConfig,
         stage: MegatronModule,
         optimizer: MegatronOptimizer,
+        data: dict[str, dict[str, str | int | None]],
         newest: int = 0,
         published: Published = lambda path, seconds: None,
     ):
         self.root, self.cfg, self.stage, self.optimizer = root, cfg, stage, optimizer
-        self.options, self._published = cfg.checkpoint, published
+        self.options, self._data, self._published = cfg.checkpoint, data, published
         self._calls = AsyncCallsQueue(persistent=False)  # a persistent writer asks for CUDA in its own process
         self._strategy = get_default_save_sharded_strategy("torch_dist", 1)
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -109,13 +109,9 @@ class Saver:
     def _publish(self, path: Path, state: TrainState) -> None:
         dump(self.cfg, path / CONFIG)
         masters = moments.has_masters(self.stage.parameters())
-        save_state(path, state, Contents(masters, model_state.layout(), data=self._data))
+        save_state(path, state, Contents(masters, model_state.layout(), data=dict(self._data)))
         log.info("saved %s", folder.publish(self.root, state.step))
         folder.retain(self.root, self.options.keep_last, self.options.keep_every)
-
-    @cached_property
-    def _data(self) -> dict[str, str]:
-        return identities(self.cfg)
 
     def _on_first_rank(self, action: Callable[[], object]) -> None:
         """Run on one rank; all ranks fail together, with its reason."""

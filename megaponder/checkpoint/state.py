@@ -60,8 +60,9 @@ class Contents:
     """tensor, pipeline and data: the sizes of the run that saved (random states belong to them)."""
     optimizer: bool = True
     """Moments are stored."""
-    data: dict[str, str] = field(default_factory=dict)
-    """`data.check.identities` of the run that saved; empty in checkpoints of earlier versions."""
+    data: dict[str, str | dict[str, str | int | None]] = field(default_factory=dict)
+    """`data.identity.Identity` of each dataset that the run was trained on, as plain data; a string
+    (`data.check.earlier_identity`), or nothing at all, in checkpoints of earlier versions."""
 
 
 def save_state(folder: Path, state: TrainState, contents: Contents) -> None:

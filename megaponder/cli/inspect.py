@@ -12,6 +12,7 @@ from megaponder.errors import UserError
 
 SUMMARY = "say what a checkpoint, a run or a dataset holds, and whether it is whole"
 
+UNWRITTEN = "; a file that was not copied to its end has such parts"
 EPILOG = """\
 examples
   megaponder inspect data/pile                              a dataset: path without .bin/.idx
@@ -91,7 +92,7 @@ def _depth(path: Path, text: str, figure: Path, tokenizer: str | None) -> int:
 
 
 def _dataset(prefix: Path) -> int:
-    from megaponder.data.info import inspect_dataset
+    from megaponder.data.info import inspect_dataset, spellings
 
     info = inspect_dataset(prefix)
     print(f"dataset {info.prefix}")
@@ -105,6 +106,12 @@ def _dataset(prefix: Path) -> int:
     print(f"  vocabulary {meta.vocab_size:,}, EOD {meta.eod_id}, largest id {meta.max_id:,}")
     if meta.special_tokens:
         print("  special tokens " + ", ".join(f"{token} {i}" for token, i in meta.special_tokens.items()))
+    if meta.spelled:
+        print(f"  {spellings(meta)}")
+    elif meta.special_spellings is None and meta.tokenizer_kind == "huggingface":
+        print(
+            "  prepared by an earlier version: special tokens spelled out in texts became tokens (--audit counts EOD)"
+        )
     print(f"  {meta.text_bytes / 1e6:,.1f} MB of text from {len(meta.sources)} files")
     for reason, count in meta.skipped.items():
         print(f"  skipped {count:,} documents: {reason}")
@@ -127,10 +134,15 @@ def _audit(prefixes: list[str]) -> int:
         print("  longest " + ", ".join(f"{tokens:,} tokens (number {number:,})" for tokens, number in one.longest))
         if one.empty:
             print(f"  empty {one.empty:,}")
+        if one.inner_eods:
+            print(f"  EOD within documents {one.inner_eods:,}: texts in which it was spelled out became several")
+        if one.zeros:
+            why = "" if one.verified else UNWRITTEN
+            print(f"  zero-filled {one.zeros:,} tokens, the first number {one.first_zero:,}{why}")
         for source in one.meta.sources if one.meta else []:
             part = source.tokens / max(1, one.tokens)
             print(f"  {part:6.1%} from {source.path}: {source.documents:,} documents, {source.tokens:,} tokens")
-    return 0
+    return int(any(one.zeros and not one.verified for one in found))
 
 
 def _checkpoint(path: Path, tensors: bool) -> int:

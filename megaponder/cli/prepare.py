@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megaponder.cli.parser import Commands
+from megaponder.data.info import spellings
 
 SUMMARY = "turn text into an indexed dataset"
 
@@ -21,7 +22,8 @@ documents    .jsonl: the text field of each line.  .parquet: the text column of 
              Files may be packed as .gz or .zst.  A folder stands for all such files below it, in order of their paths.
              A document without any token is left out and counted.
 end          Every document ends with one EOD: the token --eod names, else the tokenizer's own end-of-sequence token,
-             else the first of <|endoftext|>, </s> and the like.  A text that already ends with it gets no second one.
+             else the first of <|endoftext|>, </s> and the like.  A text in which it is spelled out keeps it as text;
+             with --special-spellings token it becomes the token, and a text that ends with it gets no second one.
 interrupted  Ctrl-C, a crash or kill -9 leave data/pile.partial; the same command goes on from there.
 """
 
@@ -38,6 +40,11 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--special-tokens", action="store_true", help="let the tokenizer's template add BOS/EOS to each document"
     )
+    parser.add_argument(
+        "--special-spellings", choices=("text", "token"), default="text",
+        help="a special token such as <|endoftext|> that is spelled out in a text is encoded as the text that it is "
+        "(text, the default), or becomes the token (token), so that a document may be cut in its middle",
+    )  # fmt: skip
     parser.add_argument("--field", default="text", help="field or column that holds the text (default: text)")
     parser.add_argument(
         "--txt-split", default="file", metavar="RULE",
@@ -75,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"; {done.resumed_documents:,} documents came from an earlier run" if done.resumed_documents else "")
     for reason, count in meta.skipped.items():
         print(f"skipped {count:,} documents: {reason}")
+    if meta.spelled:
+        print(spellings(meta))
     for example in done.examples:
         print(f"  {example}")
     return 0

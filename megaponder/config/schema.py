@@ -75,7 +75,7 @@ class DataConfig:
     """Indexed datasets and how they are mixed."""
 
     train: list[str | float] = field(default_factory=list)
-    """Blend for training: `path` or `weight path weight path ...` (without .bin/.idx).  Weights count sequences."""
+    """Blend for training: `path` or `weight path ...` (without .bin/.idx).  Weights count sequences; 0: not read."""
     valid: list[str | float] = field(default_factory=list)
     """Blend for validation; empty: the held-out part of `train` given by `split`."""
     split: str = "969,30,1"
@@ -92,6 +92,10 @@ class DataConfig:
     """Folder for index caches, shared by ranks and jobs; default: <run>/cache."""
     shuffle_seed: int | None = None
     """Seed of the sample order; default: train.seed."""
+    accept_changed: list[str] = field(default_factory=list)
+    """Datasets of the blends that may differ from those of the same names that the checkpoint was trained on."""
+    accept_zeros: list[str] = field(default_factory=list)
+    """Datasets of the blends in which long runs of token id 0 are meant, not parts of a file that was never written."""
 
 
 @dataclass
@@ -238,6 +242,8 @@ class FaultsConfig:
     """Times that a run goes back to the same checkpoint before it stops."""
     skip_data: bool = False
     """After going back, leave out the sequences of the skipped steps."""
+    max_without_targets: int = 8
+    """Steps, or evaluations, in a row in which no target counts; one more stops the run."""
     hang_minutes: float | None = None
     """Time without progress after which the stalled rank is named; default: half of parallel.timeout_minutes."""
     straggler_ratio: float = 1.25

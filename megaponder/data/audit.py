@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megaponder import files
+from megaponder.data.identity import WINDOW
 from megaponder.data.indexed import Index, check_all, read_index
 from megaponder.data.info import DatasetMeta, read_meta
 from megaponder.errors import UserError
@@ -38,6 +39,12 @@ class Audit:
     """Sequences whose tokens an earlier sequence has, of this dataset or of one audited before it."""
     duplicate_tokens: int = 0
     """Their tokens."""
+    inner_eods: int = 0
+    """EOD tokens that do not end their sequence."""
+    zeros: int = 0
+    """Tokens in blocks of `identity.WINDOW` bytes that are all zero, as in a part that was never written."""
+    first_zero: int | None = None
+    """The first of them."""
     meta: DatasetMeta | None = None
     hashes: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64), repr=False)
     """uint64 [S]: of each sequence's tokens (64 bits of BLAKE2b)."""
@@ -63,37 +70,70 @@ def _read(
     index: Index, meta: DatasetMeta | None, before: int, total: int, on_progress: Callable[[int, int], None]
 ) -> Audit:
     check_all(index)
-    ids = np.memmap(index.prefix + ".bin", index.dtype, "r")
+    all_lengths, offsets = index.lengths[:], index.offsets[:]
     hashes, crc, max_id, at = np.empty(index.sequences, np.uint64), 0, -1, 0
+    eod, eods, zeros = meta.eod_id if meta else None, 0, _Zeros(index.dtype.itemsize)
     while at < index.sequences:
-        end = _block_end(index, at)
-        begin, lengths = int(index.offsets[at]) // index.dtype.itemsize, index.lengths[at:end]
-        block = ids[begin : begin + int(lengths.sum(dtype=np.int64))]
+        limit = int(offsets[at]) + _BLOCK_TOKENS * index.dtype.itemsize
+        end = max(at + 1, int(np.searchsorted(offsets, limit)))
+        begin, lengths = int(offsets[at]) // index.dtype.itemsize, all_lengths[at:end]
+        block = index.ids[begin : begin + int(lengths.sum(dtype=np.int64))]
         data = block.tobytes()
         crc = zlib.crc32(data, crc)
         max_id = max(max_id, int(block.max())) if len(block) else max_id
+        if eod is not None:
+            ends = np.cumsum(lengths, dtype=np.int64)[lengths > 0] - 1
+            eods += int(np.count_nonzero(block == eod)) - int(np.count_nonzero(block[ends] == eod))
+        zeros.add(block)
         _hash(data, lengths * index.dtype.itemsize, hashes[at:end])
         on_progress(before + begin + len(block), total)
         at = end
     _compare(index, meta, crc, max_id)
-    order = np.argsort(index.lengths, kind="stable")[::-1][:LONGEST]
+    order = np.argsort(all_lengths, kind="stable")[::-1][:LONGEST]
     return Audit(
         index.prefix,
         index.documents,
         index.tokens,
-        int(np.sum(index.lengths == 0)),
-        [(int(index.lengths[i]), int(i)) for i in order],
+        int(np.sum(all_lengths == 0)),
+        [(int(all_lengths[i]), int(i)) for i in order],
         max_id,
         meta is not None and bool(meta.checksums),
+        inner_eods=eods,
+        zeros=zeros.tokens,
+        first_zero=zeros.first,
         meta=meta,
         hashes=hashes,
     )
 
 
-def _block_end(index: Index, at: int) -> int:
-    """The sequence after the last one of a block of about `_BLOCK_TOKENS` tokens that begins with `at`."""
-    limit = int(index.offsets[at]) + _BLOCK_TOKENS * index.dtype.itemsize
-    return max(at + 1, int(np.searchsorted(index.offsets, limit)))
+class _Zeros:
+    """Counts tokens in windows of zeros; windows lie where `identity.unwritten` has them."""
+
+    def __init__(self, itemsize: int):
+        self._width = WINDOW // itemsize
+        self._rest, self._seen = np.empty(0), 0
+        self.tokens = 0
+        self.first: int | None = None
+
+    def add(self, block: np.ndarray) -> None:
+        """The next tokens."""
+        if len(self._rest) > 0:
+            lacking = self._width - len(self._rest)
+            begun, block = np.concatenate([self._rest, block[:lacking]]), block[lacking:]
+            if len(begun) < self._width:
+                self._rest = begun
+                return
+            self._count(begun)
+        whole = len(block) // self._width * self._width
+        self._count(block[:whole])
+        self._rest = block[whole:].copy()
+
+    def _count(self, tokens: np.ndarray) -> None:
+        empty = np.flatnonzero(~tokens.reshape(-1, self._width).any(axis=1))
+        if len(empty):
+            self.tokens += len(empty) * self._width
+            self.first = self._seen + int(empty[0]) * self._width if self.first is None else self.first
+        self._seen += len(tokens)
 
 
 def _hash(data: bytes, sizes: np.ndarray, into: np.ndarray) -> None:
@@ -122,7 +162,7 @@ def _compare(index: Index, meta: DatasetMeta | None, crc: int, max_id: int) -> N
 
 def _count_duplicates(found: list[Audit], opened: list[Index]) -> None:
     """Every sequence but the first of its kind is a duplicate; empty ones are not counted."""
-    lengths = np.concatenate([index.lengths for index in opened])
+    lengths = np.concatenate([index.lengths[:] for index in opened])
     hashes = np.concatenate([one.hashes for one in found])
     _, first = np.unique(hashes, return_index=True)
     repeated = np.ones(len(hashes), bool)

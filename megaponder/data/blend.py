@@ -35,7 +35,7 @@ def prefix_of(path: str) -> str:
 
 
 def parse_blend(items: Sequence[str | float], field: str) -> list[Source]:
-    """Sources of a blend given as a flat list.
+    """Sources of a blend given as a flat list, without those of weight 0 (`unread`).
 
     Either no item is a number (plain paths) or every second one is, beginning with the first (weights).
     Raises ConfigError, naming `field`, for any other list.
@@ -57,10 +57,14 @@ def parse_blend(items: Sequence[str | float], field: str) -> list[Source]:
         sources = []
         weights = [number for number in numbers if number is not None]
         for weight, path in zip(weights, items[1::2], strict=True):
-            if not (math.isfinite(weight) and weight > 0):
-                rule = f"the weight of {path} must be a finite number above 0"
-                raise ConfigError(field, weight, rule, "drop the source or weigh it")
-            sources.append(Source(prefix_of(str(path)), weight))
+            if not (math.isfinite(weight) and weight >= 0):
+                rule = f"the weight of {path} must be a finite number, and not below 0"
+                raise ConfigError(field, weight, rule, "use 0 to leave the source unread")
+            if weight > 0:
+                sources.append(Source(prefix_of(str(path)), weight))
+        weights = [weight for weight in weights if weight > 0]
+        if not weights:
+            raise ConfigError(field, 0.0, "all its weights are 0, so nothing would be read", "weigh one of the sources")
         total, least = sum(weights), min(weights)
         if not math.isfinite(total) or least < LEAST_SHARE * total:
             path = sources[weights.index(least)].path
@@ -69,6 +73,11 @@ def parse_blend(items: Sequence[str | float], field: str) -> list[Source]:
     if len(sources) > MAX_SOURCES:
         raise ConfigError(field, len(sources), f"a blend has at most {MAX_SOURCES} sources", "merge some of them")
     return sources
+
+
+def unread(items: Sequence[str | float]) -> list[str]:
+    """Paths of a blend's sources of weight 0, which no one opens."""
+    return [prefix_of(str(path)) for weight, path in zip(items[::2], items[1::2], strict=False) if _number(weight) == 0]
 
 
 def parse_split(split: str) -> tuple[float, float, float]:

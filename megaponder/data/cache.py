@@ -24,23 +24,36 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from megaponder import files
+from megaponder.data.checked import CheckedArray, CheckedFile
 from megaponder.errors import UserError
 
 Arrays = dict[str, np.ndarray]
-
+Stored = dict[str, CheckedArray]
+"""Arrays of a published set, read from its files as they are needed."""
 
 SUMS = "checksums.json"
 
 
-def _load(folder: Path, names: tuple[str, ...]) -> Arrays | None:
-    """Memory maps of a published set; None if there is none or it is damaged (a later build replaces that)."""
+def _load(folder: Path, names: tuple[str, ...]) -> Stored | None:
+    """A published set; None if there is none or it is damaged (a later build replaces that)."""
     try:
         sums = json.loads((folder / SUMS).read_text())
         if sums != {name: files.checksum(folder / f"{name}.npy") for name in names}:
             return None
-        return {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names}
+        return {name: _stored(folder / f"{name}.npy") for name in names}
     except (OSError, ValueError, EOFError):  # absent, truncated, not an array
         return None
+
+
+def _stored(path: Path) -> CheckedArray:
+    """The array of a .npy file; ValueError if it is none."""
+    with path.open("rb") as file:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = read(file)
+        if fortran or dtype.hasobject:
+            raise ValueError(f"{path} is not an array of plain numbers")
+        return CheckedArray(CheckedFile(path), dtype, file.tell(), shape)
 
 
 def _publish(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
@@ -107,8 +120,8 @@ def cached_arrays(
     names: tuple[str, ...],
     build: Callable[[], Arrays],
     wait_seconds: float = 600.0,
-) -> Arrays:
-    """The arrays `names` of set `key` under `root`, built by `build` if they are not there; returns memory maps.
+) -> Stored:
+    """The arrays `names` of set `key` under `root`, built by `build` if they are not there.
 
     Raises UserError that names the file when the folder cannot be written or a builder holds its lock too long.
     """

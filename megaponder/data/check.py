@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 
 from megaponder.config.schema import RunConfig
 from megaponder.data.blend import Source, parse_blend, split_ranges
+from megaponder.data.identity import Identity, identify_all, refuse_unwritten
 from megaponder.data.indexed import Index, read_index
 from megaponder.data.info import DatasetMeta, read_meta
 from megaponder.errors import ConfigError, UserError
@@ -49,19 +51,41 @@ class DataFacts:
 
 
 @dataclass(frozen=True)
-class _Opened:
+class Opened:
+    """A dataset whose files are open: what is read of it is what was checked, whatever becomes of its name."""
+
     index: Index
     meta: DatasetMeta | None
 
 
-def _open(sources: list[Source], seen: dict[str, _Opened]) -> None:
-    for source in sources:
-        if source.path not in seen:
+def open_data(cfg: RunConfig) -> dict[str, Opened]:
+    """Every dataset that the blends read, by its path.
+
+    UserError for a missing or damaged file, and for one with a part that was never written (data.accept_zeros).
+    """
+    opened: dict[str, Opened] = {}
+    accepted = {os.path.normpath(path) for path in cfg.data.accept_zeros}
+    for source in parse_blend(cfg.data.train, "data.train") + parse_blend(cfg.data.valid, "data.valid"):
+        if source.path not in opened:
             index = read_index(source.path)
-            seen[source.path] = _Opened(index, read_meta(index))
+            opened[source.path] = Opened(index, read_meta(index))
+            if os.path.normpath(source.path) not in accepted:
+                refuse_unwritten(source.path, index)
+    return opened
 
 
-def _same_tokenizer(opened: dict[str, _Opened]) -> DatasetMeta | None:
+def identities(opened: dict[str, Opened]) -> dict[str, Identity]:
+    """Of each opened dataset."""
+    return identify_all({path: (one.index, one.meta) for path, one in opened.items()})
+
+
+def earlier_identity(one: Opened) -> str:
+    """What checkpoints of earlier versions say of a dataset: a hash of lengths, and checksums if known."""
+    sums = "".join(f"-{crc:08x}" for _, crc in sorted(one.meta.checksums.items())) if one.meta else ""
+    return one.index.fingerprint()[:16] + sums
+
+
+def _same_tokenizer(opened: dict[str, Opened]) -> DatasetMeta | None:
     """The description that all described sources agree with."""
     first: tuple[str, DatasetMeta] | None = None
     for path, source in opened.items():
@@ -80,7 +104,7 @@ def _same_tokenizer(opened: dict[str, _Opened]) -> DatasetMeta | None:
     return first[1] if first else None
 
 
-def _vocab_size(cfg: RunConfig, meta: DatasetMeta | None, opened: dict[str, _Opened]) -> int:
+def _vocab_size(cfg: RunConfig, meta: DatasetMeta | None, opened: dict[str, Opened]) -> int:
     size = cfg.model.vocab_size
     if size is None:
         if meta is None:
@@ -118,7 +142,7 @@ def _eod_id(cfg: RunConfig, meta: DatasetMeta | None, vocab_size: int) -> int | 
     return eod
 
 
-def _facts(sources: list[Source], opened: dict[str, _Opened], split: str | None, part: int) -> list[SourceFacts]:
+def _facts(sources: list[Source], opened: dict[str, Opened], split: str | None, part: int) -> list[SourceFacts]:
     """Facts of a blend that uses all documents (split None) or part 0, 1, 2 of a split."""
     name = ("training", "validation", "test")[part]
     facts = []
@@ -154,19 +178,8 @@ def _check_tokenizer(cfg: RunConfig, meta: DatasetMeta | None) -> None:
         )
 
 
-def identities(cfg: RunConfig) -> dict[str, str]:
-    """What tells the datasets of a run from others under the same names: a hash of lengths, and checksums if known."""
-    found = {}
-    for source in parse_blend(cfg.data.train, "data.train") + parse_blend(cfg.data.valid, "data.valid"):
-        index = read_index(source.path)
-        meta = read_meta(index)
-        sums = "".join(f"-{crc:08x}" for _, crc in sorted(meta.checksums.items())) if meta else ""
-        found[source.path] = index.fingerprint()[:16] + sums
-    return found
-
-
-def check_data(cfg: RunConfig) -> DataFacts:
-    """Check the `data` section against the files on disk.
+def check_data(cfg: RunConfig, opened: dict[str, Opened] | None = None) -> DataFacts:
+    """Check the `data` section against the files on disk, or against those that `open_data` has opened.
 
     Raises ConfigError or UserError for a missing or damaged file, sources of different tokenizers, ids beyond
     model.vocab_size, an unknown EOD id that the loss mask needs, and a split that leaves a part without documents.
@@ -175,8 +188,7 @@ def check_data(cfg: RunConfig) -> DataFacts:
     if not train:
         raise ConfigError("data.train", [], "there is nothing to train on", "give the path of a prepared dataset")
     valid = parse_blend(cfg.data.valid, "data.valid")
-    opened: dict[str, _Opened] = {}
-    _open(train + valid, opened)
+    opened = open_data(cfg) if opened is None else opened
     meta = _same_tokenizer(opened)
     vocab_size = _vocab_size(cfg, meta, opened)
     eod_id = _eod_id(cfg, meta, vocab_size)

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -29,6 +29,7 @@ class EncodeOptions:
     eod: str | None
     append_eod: bool
     special_tokens: bool
+    specials_as_text: bool
     dtype: str
     field: str
     rule: TxtRule
@@ -50,6 +51,8 @@ class Encoded:
     """Documents without any token."""
     problems: tuple[Problem, ...]
     """Documents that could not be read."""
+    spelled: dict[str, int]
+    """How often each special token is spelled out in the texts."""
 
 
 class Encoder:
@@ -57,7 +60,13 @@ class Encoder:
 
     def __init__(self, options: EncodeOptions):
         self.options = options
-        self.tokenizer = load_tokenizer(options.tokenizer, options.eod, options.special_tokens)
+        self.tokenizer = load_tokenizer(
+            options.tokenizer, options.eod, options.special_tokens, options.specials_as_text
+        )
+        # by their first characters, so that most texts are searched once or twice and not for every token
+        self._spellings: dict[str, list[str]] = {}
+        for token in self.tokenizer.special_tokens if self.tokenizer.spells_specials else ():
+            self._spellings.setdefault(token[:2], []).append(token)
 
     def __call__(self, chunk: Chunk) -> Encoded:
         o, texts, problems = self.options, [], []
@@ -77,7 +86,16 @@ class Encoder:
             int(flat.max()) if len(flat) else -1,
             len(texts) - len(lengths),
             tuple(problems),
+            self._spelled(texts),
         )
+
+    def _spelled(self, texts: list[str]) -> dict[str, int]:
+        found: Counter[str] = Counter()
+        for begin, tokens in self._spellings.items():
+            for text in texts:
+                if begin in text:
+                    found.update({token: count for token in tokens if (count := text.count(token))})
+        return dict(found)
 
 
 def _end_documents(flat: np.ndarray, lengths: np.ndarray, eod: int) -> tuple[np.ndarray, np.ndarray]:

@@ -4,7 +4,7 @@
     .idx  magic(9) version(u64) dtype code(u8) sequences S(u64) document edges D(u64)
           lengths int32[S], byte offsets int64[S], document edges int64[D] (0 ... S), optionally modes int8[S]
 
-Training reads the pair with megatron-core's IndexedDataset; this module checks it first, without torch, and writes it.
+This module checks the pair, without torch, and writes it; `TokenReader` is what training reads it with.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from megaponder import files
+from megaponder.data.checked import CheckedArray, CheckedFile
 from megaponder.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -36,20 +37,28 @@ def best_dtype(vocab_size: int) -> str:
 
 @dataclass(frozen=True)
 class Index:
-    """What an .idx file says; the arrays are memory maps."""
+    """What an .idx file says, and both files, which are open as long as it lives."""
 
     prefix: str
     dtype: np.dtype
-    lengths: np.ndarray
+    lengths: CheckedArray
     """int32 [S]: tokens in each sequence."""
-    offsets: np.ndarray
+    offsets: CheckedArray
     """int64 [S]: where each sequence begins in the .bin file, in bytes."""
-    edges: np.ndarray
+    edges: CheckedArray
     """int64 [D]: the first sequence of each document, and S (a document of other tools may hold several sequences)."""
-    tokens: int
-    """Tokens in the .bin file."""
-    bin_bytes: int
-    """Size of the .bin file."""
+    ids: CheckedArray
+    """[tokens]: what the .bin file holds."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the .bin file."""
+        return len(self.ids)
+
+    @property
+    def bin_bytes(self) -> int:
+        """Size of the .bin file."""
+        return self.ids.file.size
 
     @property
     def documents(self) -> int:
@@ -79,16 +88,50 @@ class Index:
         """
         digest = hashlib.sha256(f"{self.dtype}:{self.sequences}:{self.tokens}".encode())
         for begin in np.linspace(0, max(0, self.sequences - 1), 64).astype(int):
-            digest.update(np.ascontiguousarray(self.offsets[begin : begin + 1024]).tobytes())
+            digest.update(self.offsets[begin : begin + 1024].tobytes())
         return digest.hexdigest()
 
     def max_id(self, scan_tokens: int = 1 << 24, windows: int = 64) -> int:
         """Largest token id: of all tokens where there are few, else of evenly spread windows."""
-        ids = np.memmap(self.prefix + ".bin", dtype=self.dtype, mode="r")
-        if ids.shape[0] <= scan_tokens:
-            return int(ids.max())
+        ids = self.ids
+        if len(ids) <= scan_tokens:
+            return int(ids[:].max()) if len(ids) else -1
         width = scan_tokens // windows
         return max(int(ids[at : at + width].max()) for at in np.linspace(0, len(ids) - width, windows).astype(int))
+
+
+_PAIR = struct.Struct("<2q")
+
+
+class TokenReader:
+    """Sequences of a dataset by number; in the place of megatron-core's IndexedDataset, which maps files to memory."""
+
+    def __init__(self, index: Index):
+        self.index, self.path_prefix = index, index.prefix
+
+    @property
+    def sequence_lengths(self) -> np.ndarray:
+        """int32 [S], read anew: only the building of an order asks for it."""
+        return self.index.lengths[:]
+
+    def text(self, numbers: Sequence[int], begin: int, end: int) -> np.ndarray:
+        """Tokens of these sequences in a row, int64: from token `begin` of the first up to token `end` of the last."""
+        index, size, last = self.index, self.index.dtype.itemsize, len(numbers) - 1
+        file, offsets, parts = index.ids.file, index.offsets, []
+        for i, number in enumerate(numbers):
+            at, after = self._span(offsets, number)
+            first = at + begin * size if i == 0 else at
+            stop = at + end * size if i == last else after
+            parts.append(file.read(first, stop - first))
+        return np.frombuffer(b"".join(parts), index.dtype).astype(np.int64)
+
+    def _span(self, offsets: CheckedArray, number: int) -> tuple[int, int]:
+        """Where a sequence begins, and where the next one does, in bytes."""
+        place = offsets.offset + 8 * number
+        if number + 1 == len(offsets):
+            return int(offsets[number]), len(self.index.ids) * self.index.dtype.itemsize
+        begin, end = _PAIR.unpack(offsets.file.read(place, 16))
+        return begin, end
 
 
 def _damaged(path: str, what: str) -> UserError:
@@ -118,9 +161,9 @@ def read_index(prefix: str | os.PathLike[str]) -> Index:
             near = sorted(p.stem for p in Path(path).parent.glob("*.idx"))[:5]
             hint = f"datasets in that folder: {', '.join(near)}" if near else "no dataset lies in that folder"
             raise UserError(f"{path}: no such file ({hint}); a dataset is given by its path without .bin/.idx.")
-    idx_bytes, bin_bytes = os.path.getsize(idx), os.path.getsize(bin_)
-    with open(idx, "rb") as stream:
-        head = stream.read(HEADER.size)
+    index_file, token_file = CheckedFile(idx), CheckedFile(bin_)
+    idx_bytes, bin_bytes = index_file.size, token_file.size
+    head = index_file.read(0, min(HEADER.size, idx_bytes))
     if not head.startswith(MAGIC):
         if head.startswith(b"TNTIDX"):
             raise UserError(f"{idx}: made with Megatron's old lazy/cached format; prepare it again.")
@@ -135,14 +178,15 @@ def read_index(prefix: str | os.PathLike[str]) -> Index:
         raise _damaged(idx, f"truncated or damaged ({idx_bytes} bytes, its header needs {need})")
     if sequences == 0 or edges < 2:
         raise _damaged(idx, "the dataset has no documents")
-    lengths = np.memmap(idx, np.int32, "r", HEADER.size, (sequences,))
-    offsets = np.memmap(idx, np.int64, "r", HEADER.size + 4 * sequences, (sequences,))
+    lengths = CheckedArray(index_file, np.int32, HEADER.size, (sequences,))
+    offsets = CheckedArray(index_file, np.int64, HEADER.size + 4 * sequences, (sequences,))
     dtype = np.dtype(DTYPES[code])
     end = int(offsets[-1]) + int(lengths[-1]) * dtype.itemsize
     if bin_bytes < end:
         raise _damaged(bin_, f"truncated ({bin_bytes} bytes, its index needs {end})")
-    document_edges = np.memmap(idx, np.int64, "r", HEADER.size + 12 * sequences, (edges,))
-    index = Index(prefix, dtype, lengths, offsets, document_edges, end // dtype.itemsize, bin_bytes)
+    document_edges = CheckedArray(index_file, np.int64, HEADER.size + 12 * sequences, (edges,))
+    ids = CheckedArray(token_file, dtype, 0, (max(0, end) // dtype.itemsize,))
+    index = Index(prefix, dtype, lengths, offsets, document_edges, ids)
     _check_entries(index)
     return index
 

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import orjson
 import pydantic
 
@@ -63,6 +62,11 @@ class DatasetMeta:
     """Documents left out, by reason."""
     special_tokens: dict[str, int] = field(default_factory=dict)
     """The tokenizer's special tokens and their ids, by id; empty where an earlier version described the dataset."""
+    special_spellings: Literal["text", "token"] | None = None
+    """What became of special tokens that are spelled out in texts: text, or the token, so that an EOD may stand in the
+    middle of a document.  None where an earlier version described the dataset, whose rule was token."""
+    spelled: dict[str, int] = field(default_factory=dict)
+    """How often each of them is spelled out in the texts."""
     checksums: dict[str, int] = field(default_factory=dict)
     """CRC-32 of the .bin and of the .idx file, by suffix; empty where an earlier version described the dataset."""
     format: Literal["megaponder-dataset-1"] = "megaponder-dataset-1"
@@ -71,6 +75,13 @@ class DatasetMeta:
     def dump(self) -> bytes:
         """Readable JSON, the same bytes for the same dataset."""
         return orjson.dumps(asdict(self), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+
+
+def spellings(meta: DatasetMeta) -> str:
+    """A line about the special tokens that are spelled out in the texts of a dataset."""
+    found = ", ".join(f"{token} {count:,}" for token, count in meta.spelled.items())
+    became = "encoded as text" if meta.special_spellings == "text" else "which became the tokens"
+    return f"special tokens spelled out in texts: {found}; {became}"
 
 
 _ADAPTER = pydantic.TypeAdapter(DatasetMeta)
@@ -132,6 +143,7 @@ def read_meta(index: Index) -> DatasetMeta | None:
 def inspect_dataset(prefix: str | os.PathLike[str]) -> DatasetInfo:
     """Describe the indexed dataset at `prefix` (path without .bin/.idx); UserError if it is missing or damaged."""
     index = read_index(prefix)
+    lengths = index.lengths[:]
     return DatasetInfo(
         index.prefix,
         index.documents,
@@ -139,7 +151,7 @@ def inspect_dataset(prefix: str | os.PathLike[str]) -> DatasetInfo:
         index.tokens,
         index.dtype.name,
         index.bin_bytes,
-        int(np.min(index.lengths)),
-        int(np.max(index.lengths)),
+        int(lengths.min()),
+        int(lengths.max()),
         read_meta(index),
     )

@@ -2,7 +2,7 @@
 
 megatron-core shuffles all requested epochs together, so that a longer budget, or a resume past an epoch's edge, changes
 what earlier steps saw.  Here each epoch is shuffled by itself from (seed, epoch): a prefix of the order never depends
-on how much was asked for.  Cutting documents into samples, drawing the blend and reading tokens stay megatron-core's.
+on how much was asked for.  Cutting documents into samples and drawing the blend stay megatron-core's.
 
 Its rank-0-builds-then-barrier is replaced by `cache.cached_arrays`, which any number of processes may call at any time.
 """
@@ -22,7 +22,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from megaponder.data.cache import cached_arrays
-from megaponder.data.indexed import read_index
+from megaponder.data.indexed import Index, TokenReader
 from megaponder.errors import UserError
 
 _FORMAT = 1  # of the cached arrays; raise it when they change
@@ -34,8 +34,9 @@ class OrderConfig(GPTDatasetConfig):
 
     wait_seconds: float = 600.0
     """Longest wait for another process that builds an index."""
-    fingerprints: dict[str, str] = field(default_factory=dict)
-    """`Index.fingerprint` of each dataset, so that old caches never serve a dataset that was written anew."""
+    indexes: dict[str, Index] = field(default_factory=dict)
+    """The opened datasets.  Caches are named by `Index.fingerprint`, so that an old one never serves a dataset that was
+    written anew."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,13 @@ class EpochGPTDataset(GPTDataset):
 
     config: OrderConfig
 
-    def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> TokenReader:
+        """The opened files, instead of megatron-core's memory maps of what now lies under the name."""
+        assert isinstance(config, OrderConfig)
+        return TokenReader(config.indexes[dataset_path])
+
+    def _build_document_sample_shuffle_indices(self) -> Any:
         config, lengths, ids = self.config, self.dataset.sequence_lengths, self.indices
         tokens = int(lengths[ids].sum(dtype=np.int64))
         epochs = epochs_for(self.num_samples, tokens, config.sequence_length)
@@ -102,7 +109,7 @@ class EpochGPTDataset(GPTDataset):
             length=config.sequence_length,
             range=[int(ids[0]), int(ids[-1]) + 1],
             epochs=epochs,
-            data=config.fingerprints[self.dataset_path],
+            data=config.indexes[self.dataset_path].fingerprint(),
         )
         arrays = cached_arrays(
             config.path_to_cache,
@@ -124,7 +131,14 @@ class EpochGPTDataset(GPTDataset):
         return build_order(lengths, ids, self.config.sequence_length, epochs, self.config.random_seed)
 
     def __getitem__(self, idx: int) -> dict[str, np.ndarray]:
-        text, _ = self._query_document_sample_shuffle_indices(int(idx))
+        place = int(self.shuffle_index[int(idx)])
+        (first, begin), (last, end) = self.sample_index.part(place, place + 2).tolist()
+        text = self.dataset.text(self.document_index.part(first, last + 1).tolist(), begin, end + 1)
+        if len(text) != self.config.sequence_length + 1:
+            raise UserError(
+                f"{self.dataset_path}.idx: damaged (its lengths and offsets disagree in sample {place}); prepare or "
+                "copy the dataset again."
+            )
         return {"text": text}
 
 
@@ -133,7 +147,7 @@ class CachedBlend(BlendedDataset):
 
     config: OrderConfig
 
-    def _build_indices(self) -> tuple[np.ndarray, np.ndarray]:
+    def _build_indices(self) -> Any:
         def build() -> dict[str, np.ndarray]:
             source, sample = np.zeros(self.size, np.int16), np.zeros(self.size, np.int64)
             helpers.build_blending_indices(source, sample, self.weights, len(self.datasets), self.size, False)
@@ -161,8 +175,3 @@ class LocalBuilder(BlendedMegatronDatasetBuilder):
             # the sources were built for.  With the size that was asked for, no source is drawn beyond its share + 1.
             return CachedBlend(datasets, weights, self.sizes[datasets[0].index_split.value], config)
         return cls(*args)
-
-
-def fingerprints(prefixes: list[str]) -> dict[str, str]:
-    """`Index.fingerprint` of each dataset."""
-    return {prefix: read_index(prefix).fingerprint() for prefix in prefixes}

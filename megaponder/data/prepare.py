@@ -42,6 +42,8 @@ class PrepareOptions:
     """End every document with the EOD token."""
     special_tokens: bool = False
     """Let the tokenizer's own template add BOS/EOS to each document."""
+    special_spellings: Literal["text", "token"] = "text"
+    """What becomes of a special token that is spelled out in a text: the text that it is, or the token."""
     field: str = "text"
     """Field (column) that holds the text."""
     txt_split: str = "file"
@@ -111,11 +113,12 @@ def _need_eod(options: PrepareOptions, tokenizer: Tokenizer) -> int | None:
 def _fingerprint(options: PrepareOptions, files: list[Path], tokenizer: Tokenizer, eod_id: int | None) -> str:
     """Hash of all that decides the bytes written; the error policy is not in it (see `_start_state`)."""
     parts = {
-        "format": 2,
+        "format": 3,
         "files": [(os.path.realpath(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files],
         "tokenizer": tokenizer.fingerprint,
         "eod": eod_id,
         "special_tokens": options.special_tokens,
+        "special_spellings": options.special_spellings,
         "field": options.field,
         "txt_split": options.txt_split,
     }
@@ -198,6 +201,7 @@ def _encode_options(options: PrepareOptions, files: list[Path], dtype: str) -> E
         eod=options.eod,
         append_eod=options.append_eod,
         special_tokens=options.special_tokens,
+        specials_as_text=options.special_spellings == "text",
         dtype=dtype,
         field=options.field,
         rule=TxtRule(options.txt_split),
@@ -205,7 +209,9 @@ def _encode_options(options: PrepareOptions, files: list[Path], dtype: str) -> E
     )
 
 
-def _meta(tokenizer: Tokenizer, eod_id: int | None, files: list[Path], dtype: str, done: State) -> DatasetMeta:
+def _meta(
+    options: PrepareOptions, tokenizer: Tokenizer, eod_id: int | None, files: list[Path], dtype: str, done: State
+) -> DatasetMeta:
     per_file = [*done.per_file, *[(0, 0)] * (len(files) - len(done.per_file))]
     return DatasetMeta(
         tokenizer=tokenizer.name,
@@ -221,6 +227,8 @@ def _meta(tokenizer: Tokenizer, eod_id: int | None, files: list[Path], dtype: st
         sources=[SourceFile(str(f), f.stat().st_size, *counts) for f, counts in zip(files, per_file, strict=True)],
         skipped=done.skipped,
         special_tokens=tokenizer.special_tokens,
+        special_spellings=options.special_spellings,
+        spelled=done.spelled,
     )
 
 
@@ -228,6 +236,8 @@ def _check(options: PrepareOptions) -> None:
     """ConfigError for impossible options."""
     if options.on_error not in ("fail", "skip"):
         raise ConfigError("on_error", options.on_error, "must be fail or skip", "use fail")
+    if options.special_spellings not in ("text", "token"):
+        raise ConfigError("special_spellings", options.special_spellings, "must be text or token", "use text")
     if not options.txt_split:
         raise ConfigError("txt_split", "", "must be file, line, blank or a separator line", "use file")
     if options.workers is not None and options.workers < 1:
@@ -275,7 +285,7 @@ def prepare(options: PrepareOptions, on_progress: Callable[[PrepareProgress], No
                     raise UserError(f"{', '.join(options.inputs)}: no document with any token; nothing was written.")
             done = work.state
             if not start.whole:
-                work.complete(_meta(tokenizer, eod_id, files, dtype, done))
+                work.complete(_meta(options, tokenizer, eod_id, files, dtype, done))
             work.publish()
     except OSError as error:
         if error.errno in IN_THE_WAY and (problem := of_file(error)) is not None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from megaponder.config.schema import RunConfig
 from megaponder.data.batch import MicroBatch, make_micro_batch
-from megaponder.data.check import DataFacts, SourceFacts, check_data
+from megaponder.data.check import DataFacts, Opened, SourceFacts, check_data, open_data
 from megaponder.errors import ConfigError, UserError
 
 
@@ -49,6 +49,15 @@ class SampleStream:
                 "were changed (megaponder inspect DATA --audit)."
             )
         return text
+
+    def source(self, first: int, end: int) -> str:
+        """The datasets that sequences first ... end - 1 come from, in words."""
+        inside = getattr(self.dataset, "datasets", None)
+        if inside is None:
+            return str(self.dataset.dataset_path)  # type: ignore[attr-defined]
+        numbers = sorted({int(self.dataset.dataset_index[i]) for i in range(first, end)})  # type: ignore[attr-defined]
+        paths = [str(inside[number].dataset_path) for number in numbers]
+        return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
 
     def _read(self, first: int, global_batch: int, micro_batch: int, dp_rank: int, dp_size: int) -> list[MicroBatch]:
         return [
@@ -128,11 +137,12 @@ def _blend(sources: list[SourceFacts]) -> tuple[list[str], list[float] | None]:
     return [s.path for s in sources], [s.weight for s in sources] if len(sources) > 1 else None
 
 
-def _datasets(cfg: RunConfig, facts: DataFacts, train: int, valid: int) -> tuple[TextDataset, TextDataset | None]:
+def _datasets(
+    cfg: RunConfig, facts: DataFacts, opened: dict[str, Opened], train: int, valid: int
+) -> tuple[TextDataset, TextDataset | None]:
     from megaponder.data import order  # here: megatron-core must be imported after engine.cpu.install()
 
     seed = cfg.train.seed if cfg.data.shuffle_seed is None else cfg.data.shuffle_seed
-    paths = list(dict.fromkeys(s.path for s in [*facts.train, *facts.valid]))
     shared: dict[str, Any] = {
         "random_seed": seed,
         "sequence_length": cfg.data.sequence_length,
@@ -143,7 +153,7 @@ def _datasets(cfg: RunConfig, facts: DataFacts, train: int, valid: int) -> tuple
         "eod_mask_loss": False,
         "create_attention_mask": False,
         "wait_seconds": 60.0 * cfg.parallel.timeout_minutes,
-        "fingerprints": order.fingerprints(paths),
+        "indexes": {path: one.index for path, one in opened.items()},
     }
     if cfg.data.valid:
         blends = [_blend(facts.train), _blend(facts.valid) if valid else None, None]
@@ -155,14 +165,18 @@ def _datasets(cfg: RunConfig, facts: DataFacts, train: int, valid: int) -> tuple
     return built[0], built[1]
 
 
-def build_streams(cfg: RunConfig, train_sequences: int, valid_sequences: int) -> Streams:
+def build_streams(
+    cfg: RunConfig, train_sequences: int, valid_sequences: int, opened: dict[str, Opened] | None = None
+) -> Streams:
     """Streams of `train_sequences` and `valid_sequences` sequences; datasets are repeated by whole epochs as needed.
 
+    `opened`: what `open_data` gave, where the datasets were opened before.
     Every rank calls this; no rank waits for another except through the index cache's file lock.
     Raises what `check_data` raises, and UserError when the cache folder cannot be used.
     """
-    facts = check_data(cfg)
-    train, valid = _datasets(cfg, facts, train_sequences, valid_sequences)
+    opened = open_data(cfg) if opened is None else opened
+    facts = check_data(cfg, opened)
+    train, valid = _datasets(cfg, facts, opened, train_sequences, valid_sequences)
     rest = (cfg.data.loss_mask, facts.eod_id, facts.vocab_size)
     return Streams(
         SampleStream(train, train_sequences, *rest, "data.train"),

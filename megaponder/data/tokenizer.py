@@ -34,6 +34,8 @@ class Tokenizer(Protocol):
     """huggingface, sentencepiece or bytes."""
     name: str
     """File or folder as it was given."""
+    spells_specials: bool
+    """Special tokens have spellings that can stand in a text and could be taken for them."""
 
     @property
     def vocab_size(self) -> int:
@@ -70,6 +72,7 @@ class BytesTokenizer:
     """UTF-8 bytes as ids 0-255, and 256 for EOD.  Text can never contain the EOD."""
 
     kind = name = "bytes"
+    spells_specials = False
     vocab_size = 257
     eod_id: int | None = 256
     special_tokens: ClassVar[dict[str, int]] = {"<EOD>": 256}
@@ -91,8 +94,9 @@ class HuggingFaceTokenizer:
     """A tokenizer.json, by the `tokenizers` library (one thread: `prepare` has processes)."""
 
     kind = "huggingface"
+    spells_specials = True
 
-    def __init__(self, path: Path, name: str, eod: str | None, special_tokens: bool):
+    def __init__(self, path: Path, name: str, eod: str | None, special_tokens: bool, specials_as_text: bool):
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         from tokenizers import Tokenizer as Backend
 
@@ -102,6 +106,9 @@ class HuggingFaceTokenizer:
             self._backend = Backend.from_buffer(text)
         except Exception as error:  # the library raises bare Exception for a malformed file
             raise UserError(f"{path}: not a tokenizer.json that the tokenizers library can read ({error}).") from error
+        if specials_as_text:
+            self._backend = _with_special(self._backend, content, eod or _configured_eos(path.parent))
+            self._backend.encode_special_tokens = True
         self._backend.no_truncation()
         self._backend.no_padding()
         self.name, self._special_tokens = name, special_tokens
@@ -134,12 +141,23 @@ class HuggingFaceTokenizer:
         return str(self._backend.decode(list(ids), skip_special_tokens=False))
 
 
+def _with_special(backend: Any, content: dict[str, Any], eod: str | None) -> Any:
+    """The backend, in which the token that ends documents counts as special even if its file does not say so."""
+    ends = {eod} if eod is not None else set(EOD_TOKENS)
+    plain = [t for t in content.get("added_tokens") or [] if t["content"] in ends and not t.get("special")]
+    if not plain:
+        return backend
+    added = [token | {"special": True} if token in plain else token for token in content["added_tokens"]]
+    return type(backend).from_str(json.dumps(content | {"added_tokens": added}))
+
+
 class SentencePieceTokenizer:
-    """A sentencepiece .model."""
+    """A sentencepiece .model, which never takes a control token from a text."""
 
     kind = "sentencepiece"
+    spells_specials = False
 
-    def __init__(self, path: Path, name: str, eod: str | None, special_tokens: bool):
+    def __init__(self, path: Path, name: str, eod: str | None, special_tokens: bool, specials_as_text: bool):
         from sentencepiece import SentencePieceProcessor
 
         content = read_bounded(path, LARGEST)
@@ -205,11 +223,15 @@ def _canonical(content: dict[str, Any]) -> bytes:
     return json.dumps(content, sort_keys=True, ensure_ascii=True, separators=(",", ":")).encode()
 
 
-def load_tokenizer(name: str, eod: str | None = None, special_tokens: bool = False) -> Tokenizer:
+def load_tokenizer(
+    name: str, eod: str | None = None, special_tokens: bool = False, specials_as_text: bool = False
+) -> Tokenizer:
     """Load a tokenizer by file, folder or the word "bytes".
 
     eod: the token that ends a document; default: the tokenizer's own EOS, else the first of EOD_TOKENS that it has.
     special_tokens: let the tokenizer's template add its BOS/EOS to each text.
+    specials_as_text: a special token that is spelled out in a text is encoded as the characters that it is spelled
+    with; otherwise it becomes the token, and an EOD would end a document in its middle.
     Raises UserError for a missing or unreadable file, ConfigError for an `eod` that it does not have.
     """
     if name == "bytes":
@@ -226,4 +248,4 @@ def load_tokenizer(name: str, eod: str | None = None, special_tokens: bool = Fal
     if not path.is_file():
         raise UserError(f'{name}: no such tokenizer; give a tokenizer.json, a .model, a folder with one, or "bytes".')
     loader = SentencePieceTokenizer if path.suffix == ".model" else HuggingFaceTokenizer
-    return loader(path, name, eod, special_tokens)
+    return loader(path, name, eod, special_tokens, specials_as_text)

@@ -49,8 +49,14 @@ class State:
     per_file: list[tuple[int, int]] = field(default_factory=list)
     """Documents and tokens that came from each input file so far."""
     skipped: dict[str, int] = field(default_factory=dict)
+    spelled: dict[str, int] = field(default_factory=dict)
+    """Special tokens that are spelled out in texts so far."""
     whole: bool = False
     """All parts are written; only their names are missing."""
+
+
+def _sum(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
+    return {key: one.get(key, 0) + other.get(key, 0) for key in sorted({*one, *other})}
 
 
 class Workspace:
@@ -140,7 +146,8 @@ class Workspace:
             per_file=per_file,
             text_bytes=old.text_bytes + encoded.text_bytes,
             max_id=max(old.max_id, encoded.max_id),
-            skipped={key: old.skipped.get(key, 0) + skipped.get(key, 0) for key in sorted({*old.skipped, *skipped})},
+            skipped=_sum(old.skipped, skipped),
+            spelled=_sum(old.spelled, encoded.spelled),
         )
 
     def save(self) -> None:

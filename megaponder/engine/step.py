@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ class StepOutput:
     """Means over the valid tokens of the global batch; the same numbers on every rank."""
 
     loss: float
+    """NaN, as is `aux`, and `stats` is empty, where no target counts: there is nothing to take a mean of."""
     aux: float
     tokens: int
     stats: dict[str, float] = field(default_factory=dict)
@@ -45,6 +47,8 @@ class StepOutput:
     """Passes that the step ran."""
     by_token: Tensor | None = field(default=None, compare=False)
     """Evaluation of a method with halting: `Objective.by_token` of the global batch, on the CPU."""
+    empty: int = field(default=0, compare=False)
+    """Micro-batches of the global batch in which no target counts."""
     seconds: float = field(default=0.0, compare=False)
     """Time on this rank; the host has read the loss, so a GPU's work is in it."""
 
@@ -120,8 +124,10 @@ class Engine:
         """
         begin = time.perf_counter()
         batches = [_on_device(b, self.groups.device) for b in batches]
-        tokens = torch.stack([b.loss_mask_bn.sum() for b in batches]).sum().float()
-        dist.all_reduce(tokens, group=self.groups.dp)
+        each = torch.stack([b.loss_mask_bn.sum() for b in batches]).float()
+        counts = torch.stack([each.sum(), (each == 0).sum()])
+        dist.all_reduce(counts, group=self.groups.dp)
+        tokens = counts[0]
         number = torch.tensor(float(step), dtype=torch.float64, device=self.groups.device) if train else None
         passes, g = self.passes(step if train else None), self.groups
         group = self._group(len(batches))
@@ -136,7 +142,9 @@ class Engine:
             self._schedule(run, forward_only=not train)
         if self.stage.fp8 and train:
             self.stage.fp8.end_step()
-        out = self._collect(run, int(tokens.item()))
+        valid, empty = counts.tolist()
+        out = self._collect(run, int(valid))
+        out.empty = int(empty)
         out.passes, out.seconds = len(run.passes), time.perf_counter() - begin
         return out
 
@@ -213,6 +221,8 @@ class Engine:
         self._share(total)
         values = dict(zip(names, total.tolist(), strict=True))
         out = StepOutput(values.pop("loss"), values.pop("aux"), tokens, values)
+        if not tokens:
+            out.loss, out.aux, out.stats = math.nan, math.nan, {}
         if run.number is None and method.halts:
             out.by_token = self._by_token(run)
         return out

@@ -18,7 +18,7 @@ COMMON_LABELS = ("run_id", "job", "node")
 """Labels of every Prometheus metric.  Never a step: each value of a label is a series of its own."""
 BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0)
 """Upper ends of the step duration histogram's bins, in seconds."""
-SKIP_REASONS = ("nonfinite", "spike")
+SKIP_REASONS = ("nonfinite", "spike", "no_targets")
 """Why an optimizer step may be left out."""
 
 Kind = Literal["gauge", "counter", "histogram", "summary", "info"]
@@ -86,6 +86,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("global_batch", "train/global_batch", "global_batch", "gauge", "sequences", "Sequences in the step."),
     Metric("skipped_{reason}", "train/skipped_{reason}", "skipped_steps", "counter", "steps",
            "Steps whose update was left out since this process started.", ("reason",)),
+    Metric("empty_micro_batches", "train/empty_micro_batches", "empty_micro_batches", "counter", "micro-batches",
+           "Micro-batches in which no target counts, since this process started."),
+    Metric("empty_evaluations", "valid/empty_evaluations", "empty_evaluations", "gauge", "evaluations",
+           "Evaluations in a row, up to the last one, in which no target counts."),
     Metric("fp8_amax_{tensor}", "fp8/amax_{tensor}", "fp8_amax", "gauge", "absolute value",
            "Largest absolute value in the last stage's FP8 layers, of input, weight and grad (delayed scaling).",
            ("tensor",)),

@@ -9,6 +9,7 @@ from megaponder.checkpoint.state import TrainState
 from megaponder.config.budget import batch_at, sequences_after
 from megaponder.config.schema import RunConfig
 from megaponder.data.batch import MicroBatch
+from megaponder.data.check import Opened
 from megaponder.data.stream import SampleStream, build_streams
 from megaponder.engine.groups import Groups
 from megaponder.training.record import FaultRecord, past
@@ -17,8 +18,16 @@ from megaponder.training.record import FaultRecord, past
 class Batches:
     """Training batches by position, and the held-out stream.  Equal on all ranks but for the rank's own share."""
 
-    def __init__(self, cfg: RunConfig, total: int, state: TrainState, record: FaultRecord, groups: Groups):
-        self._cfg, self._total, self._record, self._groups = cfg, total, record, groups
+    def __init__(
+        self,
+        cfg: RunConfig,
+        total: int,
+        state: TrainState,
+        record: FaultRecord,
+        groups: Groups,
+        opened: dict[str, Opened],
+    ):
+        self._cfg, self._total, self._record, self._groups, self._opened = cfg, total, record, groups, opened
         self.restart(state)
 
     def restart(self, state: TrainState) -> None:
@@ -30,7 +39,7 @@ class Batches:
         needed += sum(
             end - first + cfg.train.global_batch - 1 for first, end in self._left_out if end > state.sequences
         )
-        streams = build_streams(cfg, needed, cfg.train.eval_batches * cfg.train.global_batch)
+        streams = build_streams(cfg, needed, cfg.train.eval_batches * cfg.train.global_batch, self._opened)
         self._train = streams.train
         self.valid: SampleStream | None = streams.valid
 
@@ -41,6 +50,10 @@ class Batches:
     def skip_left_out(self, state: TrainState) -> TrainState:
         """The position at which the coming batch begins."""
         return replace(state, sequences=past(self._left_out, state.sequences, self.size(state)))
+
+    def source(self, first: int, end: int) -> str:
+        """The datasets that training sequences first ... end - 1 come from, in words."""
+        return self._train.source(first, end)
 
     def fetch(self, state: TrainState) -> Future[list[MicroBatch]]:
         """This rank's micro-batches of the coming step, being read."""

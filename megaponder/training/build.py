@@ -14,6 +14,7 @@ from megaponder.checkpoint.save import Saver
 from megaponder.checkpoint.state import TrainState
 from megaponder.config.budget import last_step
 from megaponder.config.schema import RunConfig
+from megaponder.data.blend import unread
 from megaponder.engine.build import build_engine
 from megaponder.engine.groups import Groups
 from megaponder.engine.step import Engine
@@ -33,6 +34,7 @@ from megaponder.training.optimizer import build_optimizer, method_only
 from megaponder.training.profile import Profile
 from megaponder.training.report import Report
 from megaponder.training.resume import resume
+from megaponder.training.same_data import SameData
 from megaponder.training.schedule import Schedule, build_schedule
 from megaponder.training.stop import StopFlag
 from megaponder.training.stragglers import Stragglers
@@ -53,6 +55,8 @@ class Run:
     optimizer: MegatronOptimizer
     schedule: Schedule
     """Learning rate by step."""
+    data: SameData
+    """The opened datasets, compared on all ranks."""
     batches: Batches
     """Training data in order, and the held-out data."""
 
@@ -86,6 +90,7 @@ def build(cfg: RunConfig, groups: Groups, stack: ExitStack) -> Run:
     stack.enter_context(own_run(folder))
     stack.enter_context(Heartbeat(folder, clock, *setup.patience(cfg)))
 
+    data = SameData(cfg)
     method = method_of(cfg)
     built = setup.graphs_that_fit(cfg, method, groups.device, groups.world_size)
     engine = build_engine(built, method, groups)
@@ -95,12 +100,15 @@ def build(cfg: RunConfig, groups: Groups, stack: ExitStack) -> Run:
     profile = stack.enter_context(Profile(cfg.logging, folder, groups.rank, partial(print, flush=True)))
     stragglers = Stragglers(cfg.faults.straggler_ratio, groups.device)
 
-    state = resume(cfg, engine.stage, optimizer, monitor.say)
+    state = resume(cfg, engine.stage, optimizer, data, monitor.say)
     total = monitor.total = last_step(cfg, state.step, state.sequences, state.tokens)
     schedule = build_schedule(cfg.schedule, cfg.optimizer, total)
-    batches = Batches(cfg, total, state, faults.record, groups)
-    saver = Saver(folder / "checkpoints", cfg, engine.stage, optimizer, newest=state.step, published=monitor.saved)
+    batches = Batches(cfg, total, state, faults.record, groups, data.opened)
+    saver = Saver(
+        folder / "checkpoints", cfg, engine.stage, optimizer, data.stored(), state.step, published=monitor.saved
+    )
     on_first_rank(lambda: setup.write_config(cfg))
+    data.write(folder)
     stack.callback(monitor.close)
     who = on_first_rank(lambda: identity.start(folder))
     monitor.start(state.step, state.tokens, who)
@@ -111,6 +119,8 @@ def build(cfg: RunConfig, groups: Groups, stack: ExitStack) -> Run:
         monitor.say(
             "Captured passes would not fit in this GPU's memory by the plan; cuda_graphs: true insists on them."
         )
+    for path in (*unread(cfg.data.train), *unread(cfg.data.valid)):
+        monitor.say(f"The dataset {path} has weight 0 and is not read.")
     if method_only(cfg, state.step + 1):
         last, name = cfg.train.method_only_steps, cfg.ponder.method
         monitor.say(f"Up to step {last} only the parameters of {name} itself change, then all of them.")
@@ -119,6 +129,6 @@ def build(cfg: RunConfig, groups: Groups, stack: ExitStack) -> Run:
     profile.expect(total - state.step)
     canary = Canary(cfg, engine, monitor.say)
     return Run(
-        cfg, total, state, engine, optimizer, schedule, batches, clock, stop, canary, faults, saver, monitor, report,
-        profile, who,
+        cfg, total, state, engine, optimizer, schedule, data, batches, clock, stop, canary, faults, saver, monitor,
+        report, profile, who,
     )  # fmt: skip

@@ -29,19 +29,18 @@ class Canary:
 
         All ranks call this with the batch of the coming step.
         """
-        if not self._checked:
-            self._checked = True
-            check_fp8(self._cfg, self._engine, batches, self._say)
+        self._checked = self._checked or check_fp8(self._cfg, self._engine, batches, self._say)
 
 
-def check_fp8(cfg: RunConfig, engine: Engine, batches: Sequence[MicroBatch], say: Callable[[str], None]) -> None:
+def check_fp8(cfg: RunConfig, engine: Engine, batches: Sequence[MicroBatch], say: Callable[[str], None]) -> bool:
     """UserError if both losses are further apart than precision.fp8_canary; nothing to do in other precisions.
 
+    Returns whether that is settled: False for a batch in which no target counts, and which thus has no loss.
     All ranks call this with the batch of the coming step; weights, data position and gradients stay as they are.
     """
     fp8 = engine.stage.fp8
     if fp8 is None:
-        return
+        return True
     # a stage whose layers are all in BF16 lacks none, and has to help those that do
     if largest(int(fp8.lacks_history), engine.groups.device):
         for _ in range(FILLS):
@@ -49,9 +48,12 @@ def check_fp8(cfg: RunConfig, engine: Engine, batches: Sequence[MicroBatch], say
         engine.zero_grad()
     bound = cfg.precision.fp8_canary
     if not bound:
-        return
+        return True
     with fp8.off():
-        exact = engine.forward_backward(batches, 0, train=False).loss
+        out = engine.forward_backward(batches, 0, train=False)
+    if not out.tokens:
+        return False
+    exact = out.loss
     rough = engine.forward_backward(batches, 0, train=False).loss
     apart = abs(rough - exact) / abs(exact)
     sentence = f"the first batch's loss is {rough:.5g} in FP8 and {exact:.5g} in BF16, {apart:.2g} apart"
@@ -61,3 +63,4 @@ def check_fp8(cfg: RunConfig, engine: Engine, batches: Sequence[MicroBatch], say
             "first and last layers in BF16 (precision.fp8_bf16_layers: 1), use another recipe, or none."
         )
     say(f"FP8 ({cfg.precision.fp8}): {sentence}.")
+    return True

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class Evaluation:
     """Means over the valid tokens of all evaluation batches."""
 
-    loss: float
+    loss: float | None
+    """None where no target of them counts."""
     stats: dict[str, float]
     """What `engine.depth.metrics` tells of the method."""
     by_token: Tensor | None = None
@@ -50,8 +51,10 @@ def evaluate(
         tokens += out.tokens
         if out.by_token is not None:
             by_token = out.by_token if by_token is None else by_token + out.by_token
-        for name, mean in {"loss": out.loss, **out.stats}.items():
+        for name, mean in {} if not out.tokens else {"loss": out.loss, **out.stats}.items():
             sums[name] = sums.get(name, 0.0) + mean * out.tokens
-    means = {name: value / max(1, tokens) for name, value in sums.items()}
+    if not tokens:
+        return Evaluation(None, {})
+    means = {name: value / tokens for name, value in sums.items()}
     loss = means.pop("loss")
     return Evaluation(loss, depth.metrics(means, loss), by_token)

@@ -1,5 +1,8 @@
 """Steps whose numbers are bad: what counts as bad, what follows, and the record of it in `<run>/faults.jsonl`.
 
+A step in which no target counts has no loss: nothing is learnt from it, and its update (weight decay, moments) is left
+out.  Nothing is wrong with the weights, so it is no reason to go back; too many such steps in a row stop the run.
+
 A step is bad if its loss or gradient norm is not finite, or, where faults.spike asks for it, a spike: further above the
 mean of the last `spike_window` steps than `spike_sd` of their standard deviations (the rule of OLMo; at least half a
 window must be known).  A bad step is refused before the optimizer sees it, so parameters, moments and Adam's count stay
@@ -14,14 +17,23 @@ from collections.abc import Callable
 from dataclasses import replace
 from enum import IntEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from megaponder.checkpoint.state import TrainState
 from megaponder.config.schema import FaultsConfig
+from megaponder.data.stream import SampleStream
 from megaponder.errors import UserError
 from megaponder.ranks import largest
 from megaponder.training.record import FaultRecord, Window
+
+if TYPE_CHECKING:
+    from megaponder.engine.step import StepOutput
+
+
+Source = Callable[[int, int], str]
+"""The datasets that sequences first ... end - 1 of the training stream come from, in words."""
 
 
 class NotFinite(UserError):  # noqa: N818  the sentence is for a user
@@ -36,6 +48,7 @@ class Verdict(IntEnum):
     NORM_SPIKE = 2
     LOSS_NOT_FINITE = 3
     NORM_NOT_FINITE = 4
+    NO_TARGETS = 5
 
 
 class Faults:
@@ -46,13 +59,21 @@ class Faults:
         self.record = FaultRecord(run)
         self.streak: list[int] = []
         """Bad steps in a row, up to now."""
+        self.empty: list[int] = []
+        """Steps without a target in a row, up to now."""
+        self.starved: str | None = None
+        """Why the run must stop: too many steps, or evaluations, without a target in a row."""
+        self._sound: TrainState | None = None
+        self._empty_evaluations = 0
         self._window: Window | None = None
         self._verdict = Verdict.GOOD
 
-    def takes(self, state: TrainState, loss: float, norm: float) -> bool:
+    def takes(self, state: TrainState, out: StepOutput, norm: float) -> bool:
         """Whether the step after `state` may update the model: a collective, the same answer on every rank."""
-        o, verdict = self.options, Verdict.GOOD
-        if not math.isfinite(loss):
+        o, verdict, loss = self.options, Verdict.GOOD, out.loss
+        if not out.tokens:
+            verdict = Verdict.NO_TARGETS
+        elif not math.isfinite(loss):
             verdict = Verdict.LOSS_NOT_FINITE
         elif not math.isfinite(norm):
             verdict = Verdict.NORM_NOT_FINITE
@@ -64,12 +85,16 @@ class Faults:
         self._verdict = Verdict(largest(int(verdict), self.device))
         return self._verdict is Verdict.GOOD
 
-    def after(self, before: TrainState, state: TrainState, loss: float, norm: float) -> TrainState:
+    def after(self, before: TrainState, state: TrainState, loss: float, norm: float, source: Source) -> TrainState:
         """`state`, the position after the judged step, with what is remembered of it; NotFinite where that ends a run.
 
+        `source` tells which datasets a window of sequences comes from.
         Spikes are remembered like other steps: a level that lasts is no spike for ever.
         """
         keep, verdict = self.options.spike_window, self._verdict
+        if verdict is Verdict.NO_TARGETS:
+            return self._without_targets(before, state, source)
+        self.empty, self._sound = [], None
         if self.options.spike != "ignore" and math.isfinite(loss) and math.isfinite(norm):
             state = replace(state, losses=[*state.losses, loss][-keep:], norms=[*state.norms, norm][-keep:])
         if verdict is Verdict.GOOD:
@@ -92,10 +117,68 @@ class Faults:
         self.say(f"Step {state.step} is skipped: {why} Skipped so far: {state.skipped}.")
         return state
 
+    def _without_targets(self, before: TrainState, state: TrainState, source: Source) -> TrainState:
+        if self._sound is None:
+            self._sound = before
+        self.empty.append(state.step)
+        state = replace(state, skipped=state.skipped + 1)
+        sequences = (before.sequences, state.sequences)
+        self.record.append("skipped", step=state.step, sequences=sequences, why=Verdict.NO_TARGETS.name)
+        where = f"sequences {sequences[0]} to {sequences[1] - 1} of {source(*sequences)}"
+        self.say(f"Step {state.step} is skipped: no target in {where} counts. Skipped so far: {state.skipped}.")
+        if len(self.empty) > self.options.max_without_targets:
+            first = self._sound.sequences
+            self.starved = (
+                f"Steps {self.empty[0]} to {state.step} have no target that counts in the loss (data.loss_mask), more "
+                f"than faults.max_without_targets = {self.options.max_without_targets} in a row: sequences {first} to "
+                f"{state.sequences - 1} of data.train, from {source(first, state.sequences)}; look at these datasets "
+                "with megaponder inspect --audit"
+            )
+        return state
+
+    @property
+    def sound(self) -> TrainState | None:
+        """Where to save a run that must stop for steps without a target: before them, as no weight has changed since.
+
+        A later start then reads these sequences again, which may have been mended.  None in other cases.
+        """
+        return self._sound if self.starved else None
+
+    def starved_after(self, saved_step: int) -> UserError:
+        """Why the run must stop, and what of it is saved."""
+        kept = f"; what was trained up to step {saved_step} is saved" if saved_step else ""
+        return UserError(f"{self.starved}{kept}.")
+
+    def evaluated(self, step: int, loss: float | None, valid: SampleStream) -> int:
+        """Counts evaluations of `valid` without a target in a row and says so; returns how many there are up to now."""
+        if loss is not None:
+            self._empty_evaluations = 0
+            return 0
+        self._empty_evaluations += 1
+        source = valid.source(0, len(valid))
+        self.say(f"The evaluation after step {step} has no loss: no target in {source} counts.")
+        if self._empty_evaluations > self.options.max_without_targets:
+            self.starved = (
+                f"{self._empty_evaluations} evaluations in a row, up to that after step {step}, have no target that "
+                "counts in the loss (data.loss_mask), more than faults.max_without_targets = "
+                f"{self.options.max_without_targets}: all of {source}; name other validation data, or take none with "
+                "train.eval_batches: 0"
+            )
+        return self._empty_evaluations
+
     @property
     def reason(self) -> str:
-        """Why the last step was bad, by the metrics' name."""
+        """Why the last step was skipped, by the metrics' name; empty where it was not."""
+        if self._verdict is Verdict.GOOD:
+            return ""
+        if self._verdict is Verdict.NO_TARGETS:
+            return "no_targets"
         return "spike" if self._verdict <= Verdict.NORM_SPIKE else "nonfinite"
+
+    @property
+    def skips(self) -> bool:
+        """Whether the last steps were skipped."""
+        return bool(self.streak or self.empty)
 
     def must_roll_back(self) -> bool:
         """Whether so many steps were bad in a row that the weights are suspected."""

@@ -34,7 +34,7 @@ def run(cfg: RunConfig, groups: Groups) -> int:
 def loop(run: Run) -> int:
     """Steps until the budget is spent (returns 0) or all ranks agree to stop (what asked for it)."""
     cfg, clock, engine, optimizer, faults = run.cfg, run.clock, run.engine, run.optimizer, run.faults
-    while run.state.step < run.total:
+    while run.state.step < run.total and not faults.starved:
         before = run.batches.skip_left_out(run.state)
         step = before.step + 1
         clock.enter("data", step)
@@ -55,15 +55,15 @@ def loop(run: Run) -> int:
             clock.enter("optimizer")
             set_lr(optimizer, cfg, run.schedule(step), step)
             norm = gradient_norm(optimizer)
-            if faults.takes(before, out.loss, norm):
+            if faults.takes(before, out, norm):
                 update(optimizer, norm)
 
         clock.enter("report")
         batch = run.batches.size(before)
         run.report.stepped(step)
         after = before.after(batch, cfg.data.sequence_length)
-        run.state = state = faults.after(before, after, out.loss, norm)
-        if faults.streak:
+        run.state = state = faults.after(before, after, out.loss, norm, run.batches.source)
+        if faults.reason:
             run.monitor.skipped(faults.reason)
         run.saver.poll()
         if faults.must_roll_back():
@@ -75,25 +75,36 @@ def loop(run: Run) -> int:
             with whole_parameters(engine), clock.phase("evaluation"):
                 valid = evaluate(cfg, engine, run.batches.valid, run.stop, lambda: clock.enter("evaluation"))
             if valid is not None:
-                run.report.add(row, valid)
+                run.report.add(row, valid, faults.evaluated(step, valid.loss, run.batches.valid))
         if row.values:
             run.monitor.write(row)
-        if _every(cfg.checkpoint.every, step, run.total) and not faults.streak:  # a rollback must find sound weights
+        if _every(cfg.checkpoint.every, step, run.total) and not faults.skips:  # a rollback must find sound weights
             save(run)
     return 0
 
 
 def save(run: Run) -> None:
-    """Begin a checkpoint of the present position."""
+    """Begin a checkpoint of the present position, and say whether the data are still those that it was trained on."""
+    changes = run.data.look()
+    for sentence in changes:
+        run.faults.record.append("data_changed", step=run.state.step, what=sentence)
+    run.monitor.warn("data", " ".join(f"{sentence}." for sentence in changes) or None)
     with whole_parameters(run.engine), run.clock.phase("checkpoint"):
         run.saver.save(run.state)
 
 
 def finish(run: Run, asked: int) -> int:
-    """Save what is not saved yet, say why the run ends, and return its exit code."""
+    """Save what is not saved yet, say why the run ends, and return its exit code; UserError where data end it."""
+    run.state = run.faults.sound or run.state
     if run.state.step > run.saver.newest:
         save(run)
     run.saver.wait()
+    if run.faults.starved:
+        run.engine.close()
+        raise run.faults.starved_after(run.state.step)
+    if run.stop.agreed() == stopping.UNREADABLE:  # in the last evaluation, too
+        run.engine.close()
+        raise run.stop.unreadable(run.state.step)
     if asked:
         saved = f"after step {run.state.step}; it is saved"
         nothing = "before the first step; there is nothing to save"

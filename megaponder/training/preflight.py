@@ -26,6 +26,8 @@ from megaponder.config import launcher
 from megaponder.config.launcher import Place
 from megaponder.config.load import to_mapping
 from megaponder.config.schema import RunConfig
+from megaponder.data.check import identities, open_data
+from megaponder.data.identity import different
 from megaponder.errors import UserError
 from megaponder.monitor.identity import digest
 from megaponder.plan.parameters import model_parameters
@@ -36,7 +38,7 @@ DEADLINE = 45.0
 """Seconds for all reports to arrive."""
 SAME = (
     "megaponder", "python", "torch", "cuda", "nccl", "driver", "megatron-core", "transformer-engine", "gpu", "gpus",
-    "configuration", "data",
+    "configuration",
 )  # fmt: skip
 """Facts that must be those of all ranks."""
 Report = dict[str, Any]
@@ -48,9 +50,10 @@ def preflight(cfg: RunConfig, deadline: float = DEADLINE) -> None:
     store = _connect(here, deadline)
     try:
         cfg = setup.complete(cfg)
-        report = look(cfg, here) | {"error": None}
+        data = {path: one.stored() for path, one in identities(open_data(cfg)).items()}
+        report = look(cfg, here) | {"error": None, "data": data}
     except UserError as error:  # one rank alone may have it; all must hear of it
-        report = look(cfg, here) | {"error": str(error)}
+        report = look(cfg, here) | {"error": str(error), "data": {}}
     store.set(f"report/{here.rank}", json.dumps(report))
     if here.rank == 0:
         lines, problem = conclude(_collect(store, here.world_size, begin + deadline), here.world_size, deadline)
@@ -93,7 +96,6 @@ def look(cfg: RunConfig, here: Place) -> Report:
         "megatron-core": _version("megatron-core"),
         "transformer-engine": _version("transformer-engine"),
         "configuration": digest(to_mapping(cfg)),
-        "data": digest([_size(str(path)) for path in (*cfg.data.train, *cfg.data.valid) if isinstance(path, str)]),
         "free": shutil.disk_usage(folder).free,
         "checkpoint": _checkpoint_bytes(cfg),
         "folder": str(folder),
@@ -149,6 +151,12 @@ def _problem(reports: dict[int, Report], hosts: dict[str, list[int]], world: int
                 f"Rank{'s' if len(odd) > 1 else ''} {_ranges(list(odd))} differ{'' if len(odd) > 1 else 's'} from the "
                 f"others in {fact}: {r[fact]} on {r['host']}, {common} elsewhere."
             )
+    for rank, r in sorted(reports.items()):
+        if found := different(r["data"], reports[0]["data"]):
+            return (
+                f"Rank {rank} on {r['host']} has another dataset {found[0]} than rank 0 on {reports[0]['host']}: "
+                f"{found[1]}; give all nodes the same files."
+            )
     return None
 
 
@@ -197,11 +205,6 @@ def _existing(path: Path) -> Path:
     while not os.path.lexists(path):
         path = path.parent
     return path
-
-
-def _size(prefix: str) -> list[Any]:
-    files = [Path(f"{prefix}{end}") for end in (".bin", ".idx")]
-    return [prefix, *(f.stat().st_size if f.exists() else None for f in files)]
 
 
 def _version(package: str) -> str:

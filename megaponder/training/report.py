@@ -29,6 +29,7 @@ class Report:
     ):
         self._engine, self._monitor, self._schedule = engine, monitor, schedule
         self._stragglers, self._pondered = stragglers, pondered
+        self._empty = 0
         # gates start equal, which is no collapse
         self._gates_settled = max(schedule.warmup, min(100, total // 10))
 
@@ -40,13 +41,15 @@ class Report:
     def row(self, step: int, sequences: int, tokens: int, batch: int, out: StepOutput, norm: float) -> Row:
         """Position and, where a row is due after this step, all that is known of it."""
         row, monitor = Row(step, sequences, tokens), self._monitor
+        self._empty += out.empty
         if not monitor.due(step):
             return row
-        row.values = finite({"loss": out.loss, "grad_norm": norm})
+        row.values = finite({"loss": out.loss, "grad_norm": norm}) if out.tokens else {}
+        row.values |= {"empty_micro_batches": self._empty} if self._empty else {}
         row.values |= {"learning_rate": self._schedule(step), "global_batch": batch, "passes": out.passes}
         row.values |= finite({"auxiliary_loss": out.aux}) if out.aux else {}
         row.values |= finite(self._engine.fp8_amax())
-        row.stats = finite(depth.metrics(out.stats, out.loss))
+        row.stats = finite(depth.metrics(out.stats, out.loss)) if out.tokens else {}
         share = monitor.throughput.costs.needed_share(depth.active_shares(row.stats))
         row.values |= monitor.throughput.rates(step, tokens, monitor.seconds(), share)
         if step > self._gates_settled:
@@ -56,9 +59,9 @@ class Report:
         monitor.warn("stragglers", sentence)
         return row
 
-    def add(self, row: Row, valid: Evaluation) -> None:
-        """Add an evaluation to the row of its step."""
-        row.values["validation_loss"] = valid.loss
+    def add(self, row: Row, valid: Evaluation, empty: int) -> None:
+        """Add an evaluation to the row of its step; `empty`: evaluations without a loss in a row, up to this one."""
+        row.values |= {"empty_evaluations": empty} if valid.loss is None else {"validation_loss": valid.loss}
         row.stats |= {f"valid_{name}": value for name, value in valid.stats.items()}
         if valid.by_token is not None and (sentence := self._pondered.write(row.step, valid.by_token)):
             self._monitor.say(sentence)

@@ -13,14 +13,14 @@ from megaponder.checkpoint.choose import Choice, choose, locate
 from megaponder.checkpoint.state import CONFIG, TrainState, load_state
 from megaponder.config.load import load_config
 from megaponder.config.schema import RunConfig
-from megaponder.data.check import identities
 from megaponder.errors import ConfigError, UserError
 from megaponder.ranks import on_first_rank
+from megaponder.training.same_data import SameData
 from megaponder.training.setup import refuse_other_model
 
 
 def resume(
-    cfg: RunConfig, stage: MegatronModule, optimizer: MegatronOptimizer, say: Callable[[str], None]
+    cfg: RunConfig, stage: MegatronModule, optimizer: MegatronOptimizer, data: SameData, say: Callable[[str], None]
 ) -> TrainState:
     """Load what checkpoint.resume and checkpoint.load ask for and say which it was.  All ranks call this."""
     root = Path(cfg.run) / "checkpoints"
@@ -30,7 +30,7 @@ def resume(
         raise ConfigError("checkpoint.resume", "never", f"{root} holds the checkpoints of an earlier run", fix)
     choice = choose(root, restore.agreed_damage) if found else Choice(None)
     if choice.path is not None:
-        return _go_on(cfg, choice, stage, optimizer, say)
+        return _go_on(cfg, choice, stage, optimizer, data, say)
     if choice.skipped:
         raise UserError(
             f"No checkpoint in {root} is whole: {' '.join(choice.sentences())} Restore one from a copy, or move them "
@@ -51,12 +51,19 @@ def resume(
 
 
 def _go_on(
-    cfg: RunConfig, choice: Choice, stage: MegatronModule, optimizer: MegatronOptimizer, say: Callable[[str], None]
+    cfg: RunConfig,
+    choice: Choice,
+    stage: MegatronModule,
+    optimizer: MegatronOptimizer,
+    data: SameData,
+    say: Callable[[str], None],
 ) -> TrainState:
     path = choice.path
     assert path is not None
     on_first_rank(lambda: refuse_bare_weights(cfg, path))
-    warnings = on_first_rank(lambda: [*refuse_other_model(cfg, path), *other_data(cfg, path)])
+    warnings = on_first_rank(
+        lambda: [*refuse_other_model(cfg, path), *data.refuse_changed(load_state(path)[1].data, path)]
+    )
     for sentence in choice.sentences():
         say(sentence)
     try:
@@ -79,16 +86,6 @@ def refuse_bare_weights(cfg: RunConfig, checkpoint: Path) -> None:
             f"run = {cfg.run!r}: {checkpoint} holds weights without optimizer state (megaponder import wrote it), so "
             f"there is nothing to continue; start from it in another run folder, with --checkpoint.load {cfg.run}."
         )
-
-
-def other_data(cfg: RunConfig, checkpoint: Path) -> list[str]:
-    """A warning for each dataset that is not what it was when the checkpoint was saved."""
-    then = load_state(checkpoint)[1].data
-    return [
-        f"Warning: the dataset {path} is another one than up to this checkpoint, so texts may be seen again or never."
-        for path, now in identities(cfg).items()
-        if then.get(path, now) != now
-    ]
 
 
 def _sweep_and_list(root: Path) -> list[str]:

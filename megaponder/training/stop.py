@@ -19,14 +19,14 @@ from typing import Any, TypeVar
 import torch
 
 from megaponder.config import launcher
-from megaponder.errors import REQUEUE
-from megaponder.ranks import largest
+from megaponder.errors import REQUEUE, UserError
+from megaponder.ranks import gather, largest
 from megaponder.training import early
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-STOP_FILE, REQUEUE_FILE = 101, 102
-"""Beyond the numbers of all signals."""
+STOP_FILE, REQUEUE_FILE, UNREADABLE = 101, 102, 103
+"""Beyond the numbers of all signals.  Data that cannot be read stop a run, too, and matter most."""
 EXIT_CODES = {
     signal.SIGUSR1: REQUEUE, signal.SIGUSR2: REQUEUE, REQUEUE_FILE: REQUEUE,
     signal.SIGTERM: 143, signal.SIGINT: 130, STOP_FILE: 0,
@@ -40,6 +40,7 @@ class StopFlag:
 
     def __init__(self, device: torch.device, run: Path):
         self.device, self.caught = device, 0
+        self._unreadable: str | None = None
         self.files = {STOP_FILE: run / "STOP"}
         if path := os.environ.get("MEGAPONDER_REQUEUE_FILE"):
             self.files[REQUEUE_FILE] = Path(path)
@@ -70,15 +71,25 @@ class StopFlag:
         return largest(mine, self.device)
 
     def wait(self, future: Future[T]) -> T | None:
-        """The future's result, or None if a request to stop comes before it: `agreed` will then be true on all ranks.
+        """The future's result, or None if a request to stop comes before it, or a UserError instead of it.
 
-        Storage can stall for longer than a preempted job is given.
+        `agreed` will then be true on all ranks.  Storage can stall for longer than a preempted job is given.
         """
         while not wait([future], timeout=POLL).done:
             if number := self.asked():
                 self.caught = number
                 return None
-        return future.result()
+        try:
+            return future.result()
+        except UserError as error:  # the others are to hear of it, and what was trained is to be saved
+            self.caught, self._unreadable = UNREADABLE, str(error)
+            return None
+
+    def unreadable(self, step: int) -> UserError:
+        """The error that ended a run after `step`, the same on all ranks.  A collective."""
+        said = next(one for one in gather(self._unreadable) if one.value is not None)
+        saved = f"The run ends after step {step}, which is saved" if step else "The run ends before its first step"
+        return UserError(f"{saved}; {said.who} says: {said.value}")
 
     def clear(self) -> None:
         """Remove the stop file that was obeyed, so that the next start goes on.  One rank calls this."""

@@ -68,7 +68,7 @@ def save(job: dict[str, Any]) -> None:
         number = 10 * int(name.split(".")[1])
         for k, row in enumerate(value):
             row.fill_(number + k)
-    saver = Saver(Path(cfg.run) / "checkpoints", cfg, engine.stage, optimizer)
+    saver = Saver(Path(cfg.run) / "checkpoints", cfg, engine.stage, optimizer, {})
     saver.save(TrainState(step=1))
     saver.wait()
 

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from megaponder.data.blend import Source, parse_blend, parse_split, split_ranges
+from megaponder.data.blend import Source, parse_blend, parse_split, split_ranges, unread
 from megaponder.errors import ConfigError
 
 
@@ -19,16 +19,21 @@ def test_plain_paths_and_weights() -> None:
     assert parse_blend([], "f") == []
 
 
+def test_sources_of_weight_0_are_not_read() -> None:
+    assert parse_blend([0, "a", 0.7, "b.bin", "0", "c.idx"], "f") == [Source("b", 0.7)]
+    assert unread([0, "a", 0.7, "b.bin", "0", "c.idx"]) == ["a", "c"] and unread(["a", "b"]) == []
+
+
 @pytest.mark.parametrize(
     ("items", "says"),
     [
         ([0.3, "a", "b"], "alternates weight and path"),
         (["a", 0.3], "alternates weight and path"),
         ([0.3, 0.7, "a", "b"], "alternates weight and path"),
-        ([0.0, "a"], "must be a finite number above 0"),
-        ([-1, "a"], "must be a finite number above 0"),
-        (["nan", "a"], "must be a finite number above 0"),
-        (["inf", "a"], "must be a finite number above 0"),
+        ([0.0, "a"], "all its weights are 0"),
+        ([-1, "a"], "must be a finite number, and not below 0"),
+        (["nan", "a"], "must be a finite number, and not below 0"),
+        (["inf", "a"], "must be a finite number, and not below 0"),
         ([1e308, "a", 1e308, "b"], "less than a billionth"),
         ([1e308, "a", 1, "b"], "the weight of b is less than a billionth"),
         ([1e-320, "a", 1, "b"], "the weight of a is less than a billionth"),

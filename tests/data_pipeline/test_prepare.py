@@ -13,6 +13,8 @@ import numpy as np
 import psutil
 import pytest
 
+from megaponder.cli.main import main
+from megaponder.data.audit import audit
 from megaponder.data.indexed import read_index
 from megaponder.data.info import inspect_dataset
 from megaponder.data.prepare import PrepareOptions, PrepareProgress, prepare
@@ -83,7 +85,7 @@ def test_wide_vocabulary_takes_int32(tmp_path: Path) -> None:
 
 def test_end_of_document(options: PrepareOptions, tmp_path: Path) -> None:
     text = [str(jsonl(tmp_path / "e.jsonl", ["cat<|endoftext|>", "cat", "<|endoftext|>"]))]
-    one = replace(options, inputs=text, output=str(tmp_path / "one"))
+    one = replace(options, inputs=text, output=str(tmp_path / "one"), special_spellings="token")
     prepare(one)
     cat = documents(one.output)[1]
     assert documents(one.output) == [cat, cat, [0]] and cat[-1] == 0
@@ -94,6 +96,8 @@ def test_end_of_document(options: PrepareOptions, tmp_path: Path) -> None:
     twice = replace(one, output=str(tmp_path / "twice"), tokenizer=str(templated), special_tokens=True)
     prepare(twice)
     assert documents(twice.output)[1].count(0) == 1
+    prepare(replace(one, output=str(tmp_path / "text"), special_spellings="text"))
+    assert [d.count(0) for d in documents(str(tmp_path / "text"))] == [1, 1, 1]
 
 
 def test_tokenizer_without_eod(options: PrepareOptions, tmp_path: Path) -> None:
@@ -274,3 +278,23 @@ def test_command_line(options: PrepareOptions, capsys: pytest.CaptureFixture[str
     assert "320 documents" in (out := capsys.readouterr().out) and "skipped 80 documents: empty" in out
     assert main(words) == 2
     assert "exists already" in capsys.readouterr().err
+
+
+def test_special_tokens_that_are_spelled_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By default no text can end a document in its middle; either way they are counted."""
+    tokenizer = str(huggingface_tokenizer(tmp_path / "tok.json", ("<|endoftext|>", "<|pad|>")))
+    texts = ["the cat <|endoftext|> sat", "on<|pad|>the<|pad|>mat<|endoftext|>", "plain <| text"]
+    source, found = str(jsonl(tmp_path / "t.jsonl", texts)), {}
+    for rule in ("text", "token"):
+        command = ["prepare", source, "--tokenizer", tokenizer, "--output", str(tmp_path / rule)]
+        assert main([*command, "--special-spellings", rule] if rule == "token" else command) == 0
+        said = capsys.readouterr().out
+        assert "spelled out in texts: <|endoftext|> 2, <|pad|> 2; " in said
+        assert ("encoded as text" in said) == (rule == "text")
+        meta = inspect_dataset(tmp_path / rule).meta
+        assert meta is not None and meta.spelled == {"<|endoftext|>": 2, "<|pad|>": 2}
+        (found[rule],) = audit([str(tmp_path / rule)])
+        assert main(["inspect", str(tmp_path / rule)]) == 0 and "spelled out in texts" in capsys.readouterr().out
+    assert (found["text"].inner_eods, found["token"].inner_eods) == (0, 1)
+    assert main(["inspect", str(tmp_path / "token"), "--audit"]) == 0
+    assert "EOD within documents 1: " in capsys.readouterr().out

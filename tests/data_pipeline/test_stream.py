@@ -55,7 +55,7 @@ def test_samples_are_the_documents_in_a_row(tmp_path: Path, lengths: list[int]) 
         text = dataset[int(place)]["text"].tolist()
         assert len(text) == SEQ + 1 and (not row or row[-1] == text[0])
         row += text[1:] if row else text
-    order = dataset.document_index.reshape(epochs, -1)
+    order = dataset.document_index[:].reshape(epochs, -1)
     assert all(sorted(epoch) == list(range(len(lengths))) for epoch in order.tolist())
     assert row == [t for d in order.reshape(-1) for t in documents[d]][: len(row)]
     starts = np.array(dataset.sample_index, dtype=np.int64)

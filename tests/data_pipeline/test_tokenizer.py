@@ -51,6 +51,25 @@ def test_huggingface_file_and_folder(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path), eod="<nope>")
 
 
+@pytest.mark.parametrize("special", [True, False])
+def test_an_eod_that_is_spelled_out_is_text(tmp_path: Path, special: bool) -> None:
+    """Also where tokenizer.json does not call the token special."""
+    path = huggingface_tokenizer(tmp_path / "tokenizer.json", template=True)
+    content = json.loads(path.read_text())
+    content["added_tokens"][0]["special"] = special
+    path.write_text(json.dumps(content))
+    texts = ["the cat<|endoftext|>sat", "on <|endoftext|> the\nmat", "<|endoftext|>", "no token <| here"]
+    as_token, as_text = load_tokenizer(str(path)), load_tokenizer(str(path), specials_as_text=True)
+    assert as_token.eod_id == as_text.eod_id == 0 and as_token.fingerprint == as_text.fingerprint
+    assert [0 in ids for ids in as_token.encode_batch(texts)] == [True, True, True, False]
+    encoded = as_text.encode_batch(texts)
+    assert not any(0 in ids for ids in encoded) and [as_text.decode(ids) for ids in encoded] == texts
+    flat, lengths = as_text.encode_flat(texts)  # the fast way
+    assert flat.tolist() == [i for ids in encoded for i in ids] and lengths.tolist() == list(map(len, encoded))
+    templated = load_tokenizer(str(path), special_tokens=True, specials_as_text=True)
+    assert templated.encode_batch(texts) == [[*ids, 0] for ids in encoded]
+
+
 def test_fingerprint_ignores_layout_not_content(tmp_path: Path) -> None:
     path = huggingface_tokenizer(tmp_path / "tokenizer.json")
     content, print_ = json.loads(path.read_text()), load_tokenizer(str(path)).fingerprint

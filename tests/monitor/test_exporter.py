@@ -54,7 +54,11 @@ def test_a_run_over_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monitor = Monitor(config(tmp_path, port), 10, Costs(1.0, 1.0, 1, None), True, clock)
     monitor.start(0, 0, identity.start(tmp_path / "r"))
     before = samples(get(port, "/metrics"))
-    assert before["megaponder_skipped_steps_total"] == {"reason=nonfinite": 0, "reason=spike": 0}
+    assert before["megaponder_skipped_steps_total"] == {
+        "reason=nonfinite": 0,
+        "reason=spike": 0,
+        "reason=no_targets": 0,
+    }
     assert "megaponder_loss" not in before and "megaponder_step_duration_seconds_sum" not in before
     for step in (1, 2):
         for phase, seconds in (("data", 0.5), ("forward_backward", 0.25), ("optimizer", 0.125)):
@@ -79,7 +83,7 @@ def test_a_run_over_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     }  # fmt: skip
     assert {n: told[f"megaponder_{n}"][""] for n in expected} == expected
     assert told["megaponder_ponder_pass_tokens"] == {"pass=0": 1.0, "pass=1": 0.75}
-    assert told["megaponder_skipped_steps_total"] == {"reason=nonfinite": 0, "reason=spike": 1}
+    assert told["megaponder_skipped_steps_total"] == {"reason=nonfinite": 0, "reason=spike": 1, "reason=no_targets": 0}
     assert told["megaponder_phase_duration_seconds_count"] == {
         "phase=data": 2, "phase=optimizer": 2, "phase=forward_backward": 2, "phase=report": 2, "phase=evaluation": 1
     }  # fmt: skip

@@ -216,7 +216,8 @@ def test_kill_9_at_any_moment_loses_no_whole_checkpoint(base: Base, world: int):
     assert_overlays(base, name, exact=world == 1)
 
 
-def test_a_dataset_that_was_replaced_is_told(base: Base):
+def test_another_path_is_told_and_another_dataset_under_it_is_refused(base: Base):
+    """The second has the lengths of the first; only its tokens differ."""
     job = base.copy("replaced")
     data = base.root / "replaced-data"
     data.mkdir()
@@ -226,6 +227,12 @@ def test_a_dataset_that_was_replaced_is_told(base: Base):
     _, output = run("run_train", 1, **job | {"train__steps": 4})
     assert "another one than" not in output and "Warning: data.train was" in output  # another path
     datasets.write(data / "train", tokens=12 * 16 + 1, seed=9)
+    (found,), _ = run("refusals", 1, jobs=[job | {"train__steps": 5}])
+    assert (
+        found[0].startswith(f"The dataset {data}/train is not the one that checkpoint ")
+        and "data/valid" not in found[0]
+    )
+    job |= {"data__accept_changed": [f"{data}/train"]}
     _, output = run("run_train", 1, **job | {"train__steps": 5})
     assert f"Warning: the dataset {data}/train is another one than up to this checkpoint" in output
     assert f"dataset {data}/valid" not in output and "Warning: train.steps was 4 up to this checkpoint" in output

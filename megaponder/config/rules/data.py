@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 from megaponder.config.fields import nearest
@@ -72,8 +73,21 @@ def blends_are_well_formed(c: Case) -> None:
             isinstance(w, float) and isinstance(p, str) for w, p in zip(blend[::2], blend[1::2], strict=True)
         )
         require(pairs, field, blend, "it must be weight path weight path ...", "for example [0.3, wiki, 0.7, books]")
-        good = all(math.isfinite(float(w)) and float(w) > 0 for w in weights)
-        require(good, field, blend, "weights must be positive", "leave out a dataset of weight 0")
+        good = all(math.isfinite(float(w)) and float(w) >= 0 for w in weights)
+        require(good, field, blend, "no weight may be below 0", "a dataset of weight 0 is not read")
+        require(any(float(w) > 0 for w in weights), field, blend, "all weights are 0", "weigh one of the datasets")
+
+
+def accepted_datasets_are_used(c: Case) -> None:
+    """An exception is made for a dataset of the blends; a wrong name would make none."""
+    paths = [p.removesuffix(".bin").removesuffix(".idx") for p in [*c.cfg.data.train, *c.cfg.data.valid]
+             if isinstance(p, str)]  # fmt: skip
+    for name in ("accept_changed", "accept_zeros"):
+        for path in getattr(c.cfg.data, name):
+            close = nearest(path, paths)
+            fix = f"did you mean {close}" if close else f"they name {', '.join(paths[:8]) or 'none'}"
+            known = os.path.normpath(path) in map(os.path.normpath, paths)
+            require(known, f"data.{name}", path, "neither data.train nor data.valid has this dataset", fix)
 
 
 def _weighted(blend: list[str | float]) -> str:
@@ -87,7 +101,10 @@ def datasets_exist(c: Case) -> None:
     fix = "name a dataset that `megaponder prepare` wrote"
     require(bool(c.cfg.data.train), "data.train", [], "training needs a dataset", fix)
     for name in ("train", "valid"):
-        for path in (Path(p) for p in getattr(c.cfg.data, name) if isinstance(p, str)):
+        blend = getattr(c.cfg.data, name)
+        weights = [w for w in blend if not isinstance(w, str)] or [1.0] * len(blend)
+        read = [p for p, w in zip((p for p in blend if isinstance(p, str)), weights, strict=False) if w != 0]
+        for path in map(Path, read):
             for suffix in (".bin", ".idx"):
                 require(
                     Path(f"{path}{suffix}").is_file(), f"data.{name}", str(path), f"there is no file {path}{suffix}",
@@ -111,5 +128,6 @@ RULES: tuple[Rule, ...] = (
     method_fits_the_vocabulary,
     split_is_three_parts,
     blends_are_well_formed,
+    accepted_datasets_are_used,
     datasets_exist,
 )

@@ -37,6 +37,7 @@ RANGES: tuple[tuple[str, float, bool, float, bool], ...] = (
     ("faults.spike_sd", 0, False, math.inf, False),
     ("faults.rollback_after", 0, True, math.inf, False),
     ("faults.max_rollbacks", 1, True, math.inf, False),
+    ("faults.max_without_targets", 0, True, math.inf, False),
     ("faults.straggler_ratio", 1, True, math.inf, False),
     ("logging.every", 1, True, math.inf, False),
     ("logging.peak_tflops", 0, False, math.inf, False),

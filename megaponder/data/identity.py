@@ -1,0 +1,124 @@
+"""What tells a dataset from another one under the same name, and parts of it that nobody has written.
+
+An identity is cheap enough to be taken of every dataset at every start: the sizes of both files, the CRC-32 of the
+index, a hash of evenly spread windows of the tokens, and the tokenizer.  Bytes that were changed in place between the
+windows are not in it: `megaponder inspect --audit` reads all of a dataset.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
+
+import numpy as np
+
+from megaponder.data.checked import CheckedFile
+from megaponder.data.indexed import Index
+from megaponder.data.info import DatasetMeta
+from megaponder.errors import UserError
+
+WINDOWS = 64
+"""Windows of the .bin file that are looked at: the first, the last and evenly spread ones."""
+WINDOW = 4096
+"""Bytes of a window, and of a run of zeros from which on it is taken for a part that was never written."""
+_BLOCK = 1 << 24
+_THREADS = 16  # storage answers many requests at a time
+Stored = dict[str, str | int | None]
+"""An `Identity` as plain data."""
+_WORDS = {
+    "bin_bytes": "size of .bin", "idx_bytes": "size of .idx", "idx_crc": "CRC-32 of .idx",
+    "samples": "hash of sampled tokens", "tokenizer": "tokenizer",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Equal for equal datasets, wherever they lie."""
+
+    bin_bytes: int
+    idx_bytes: int
+    idx_crc: int
+    samples: str
+    """Hash of the windows."""
+    tokenizer: str | None
+    """Its fingerprint; None where the dataset has no description."""
+
+    def stored(self) -> Stored:
+        """As plain data, for JSON."""
+        return asdict(self)
+
+    def difference(self, other: Stored) -> str | None:
+        """What differs from another identity, in words (this one's value first); None if nothing does."""
+        for f in fields(self):
+            mine, theirs = getattr(self, f.name), other.get(f.name)
+            if mine != theirs:
+                return f"its {_WORDS[f.name]} is {_short(mine)}, not {_short(theirs)}"
+        return None
+
+
+def _short(value: object) -> str:
+    return value[:12] if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else "unknown"
+
+
+def identify(index: Index, meta: DatasetMeta | None) -> Identity:
+    """Of an opened dataset.  UserError if its files cannot be read to the end."""
+    digest = hashlib.sha256()
+    for at in _windows(index.bin_bytes):
+        digest.update(index.ids.file.read(at, min(WINDOW, index.bin_bytes - at)))
+    idx = index.lengths.file
+    tokenizer = meta.tokenizer_fingerprint if meta else None
+    return Identity(index.bin_bytes, idx.size, _crc(idx), digest.hexdigest(), tokenizer)
+
+
+def identify_all(opened: dict[str, tuple[Index, DatasetMeta | None]]) -> dict[str, Identity]:
+    """`identify` of each of many datasets."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return dict(zip(opened, pool.map(lambda one: identify(*one), opened.values()), strict=True))
+
+
+def different(mine: dict[str, Stored], theirs: dict[str, Stored]) -> tuple[str, str] | None:
+    """The first dataset whose stored identities differ, and in what; None if all are equal."""
+    for path, stored in mine.items():
+        what = Identity(**stored).difference(theirs.get(path, {}))  # type: ignore[arg-type]
+        if what:
+            return path, what
+    return None
+
+
+def _crc(file: CheckedFile) -> int:
+    value = 0
+    for at in range(0, file.size, _BLOCK):
+        value = zlib.crc32(file.read(at, min(_BLOCK, file.size - at)), value)
+    return value
+
+
+def _windows(size: int) -> list[int]:
+    """Where windows begin, on multiples of their size."""
+    last = max(0, size - 1) // WINDOW
+    return [int(i) * WINDOW for i in np.unique(np.linspace(0, last, WINDOWS).astype(np.int64))]
+
+
+def unwritten(index: Index) -> str | None:
+    """A sentence's middle about a part of the .bin file that was never written, or is as empty; None if none is found.
+
+    Where the file system knows holes all of them are found; else the sampled windows must meet the part.
+    """
+    file, end = index.ids.file, index.tokens * index.dtype.itemsize
+    hole = file.hole(end)
+    if hole is not None and hole[1] - hole[0] >= WINDOW:
+        return f"bytes {hole[0]:,} to {hole[1]:,} were never written (a hole in the file)"
+    for at in _windows(end):
+        if at + WINDOW <= end and not any(file.read(at, WINDOW)):
+            return f"bytes {at:,} to {at + WINDOW:,} are all zero"
+    return None
+
+
+def refuse_unwritten(prefix: str, index: Index) -> None:
+    """UserError for a dataset of which a part was never written."""
+    if what := unwritten(index):
+        raise UserError(
+            f"{prefix}.bin: {what}, as in a file that was not copied to its end; copy or prepare it again, or, if so "
+            f"many tokens of id 0 in a row belong there, say so with data.accept_zeros: [{prefix}]."
+        )

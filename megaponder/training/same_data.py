@@ -1,0 +1,151 @@
+"""The datasets of a run are the same on all ranks, from its first step to its last, and in every later start.
+
+They are opened once and stay open, so that what is trained on is what was compared, whatever becomes of their names.
+Their identities (`data.identity`) are compared on all ranks before the first step, written to `<run>/data.json` at
+once and into every checkpoint, and compared again with what lies on disk whenever one is saved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from megaponder import files
+from megaponder.config import launcher
+from megaponder.config.schema import RunConfig
+from megaponder.data.check import Opened, earlier_identity, identities, open_data
+from megaponder.data.checked import CheckedFile
+from megaponder.data.identity import Identity, Stored, different, identify
+from megaponder.data.indexed import read_index
+from megaponder.data.info import read_meta
+from megaponder.errors import UserError
+from megaponder.ranks import gather, on_first_rank
+
+NAME = "data.json"
+
+
+class SameData:
+    """The opened datasets of a run.  All ranks call every method."""
+
+    def __init__(self, cfg: RunConfig):
+        """Opens and compares.  UserError on all ranks that names the one that lacks a dataset or has another."""
+        self.opened: dict[str, Opened] = {}
+        self.identities: dict[str, Identity] = {}
+        self._accepted = {os.path.normpath(path) for path in cfg.data.accept_changed}
+        problem = None
+        try:
+            self.opened = open_data(cfg)
+            self.identities = identities(self.opened)
+        except UserError as error:
+            problem = str(error)
+        self._agree(problem)
+        pairs = (_files(one) for one in self.opened.values())
+        self._known = {file.path: file.status for pair in pairs for file in pair}
+        self._looks = launcher.place().local_rank == 0
+
+    def stored(self) -> dict[str, Stored]:
+        """The identities as plain data, by path."""
+        return {path: one.stored() for path, one in self.identities.items()}
+
+    def write(self, run: Path) -> None:
+        """Write `<run>/data.json`."""
+        on_first_rank(lambda: files.write_json(run / NAME, {"datasets": self.stored()}))
+
+    def _agree(self, problem: str | None) -> None:
+        mine = self.stored()
+        digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
+        said = gather((problem, digest))
+        for one in said:
+            if one.value[0] is not None:
+                raise UserError(one.value[0] if len(said) == 1 else f"{one.who.capitalize()}: {one.value[0]}")
+        if all(one.value[1] == said[0].value[1] for one in said):
+            return
+        first, *others = gather(mine)
+        for other in others:
+            if found := different(other.value, first.value):
+                raise UserError(
+                    f"The dataset {found[0]} is another one on {other.who} than on {first.who}: {found[1]}; give all "
+                    "nodes the same files."
+                )
+
+    def refuse_changed(self, then: dict[str, str | Stored], checkpoint: Path) -> list[str]:
+        """UserError if a dataset is not what it was when `checkpoint` was saved, unless data.accept_changed names it.
+
+        Returns warnings about those that it names.  Datasets that only one of both has are another matter: the blend
+        has changed, which `setup.refuse_other_model` tells.
+        """
+        earlier = {os.path.normpath(path): identity for path, identity in then.items()}
+        changed = {}
+        for path, now in self.identities.items():
+            before = earlier.get(os.path.normpath(path))
+            if isinstance(before, str):  # of an earlier version
+                same = before == earlier_identity(self.opened[path])
+                what = None if same else "its lengths or checksums are others"
+            else:
+                what = now.difference(before) if before is not None else None
+            if what:
+                changed[path] = what
+        refused = [path for path in changed if os.path.normpath(path) not in self._accepted]
+        if refused:
+            raise UserError(
+                f"The dataset {refused[0]} is not the one that checkpoint {checkpoint} was trained on: "
+                f"{changed[refused[0]]}; bring that one back, or go on with this one by "
+                f"data.accept_changed: [{', '.join(changed)}]."
+            )
+        return [
+            f"Warning: the dataset {path} is another one than up to this checkpoint ({what}), as data.accept_changed "
+            "allows; texts may be seen again or never."
+            for path, what in changed.items()
+        ]
+
+    def look(self) -> list[str]:
+        """Sentences about datasets that were replaced, changed or deleted since they were opened.
+
+        One process a node looks at the names, and at the contents of what seems to have changed.  One collective.
+        """
+        mine = self._changes() if self._looks else []
+        found: dict[str, str] = {}
+        for one in gather(mine):
+            for sentence in one.value:
+                found.setdefault(sentence, one.who)
+        return [f"{sentence} (seen by {who})" for sentence, who in found.items()]
+
+    def _changes(self) -> list[str]:
+        sentences = []
+        for path, one in self.opened.items():
+            both = _files(one)
+            try:
+                status = {file.path: os.stat(file.path) for file in both}
+                if all(_same_file(status[name], self._known[name]) for name in status):
+                    continue
+                replaced = any(status[f.path].st_ino != f.status.st_ino for f in both)
+                index = read_index(path)
+                what = identify(index, read_meta(index)).difference(self.identities[path].stored())
+                if what is None:
+                    self._known |= status
+                    continue
+            except FileNotFoundError as error:
+                what, replaced = f"{error.filename} is gone", True
+            except (OSError, UserError) as error:
+                what, replaced = str(error).rstrip("."), False
+            goes_on = (
+                "the run goes on with the files that it has opened"
+                if replaced
+                else "what is read from now on may be something else than what was checked"
+            )
+            sentences.append(
+                f"The dataset {path} was changed under this run: {what}; {goes_on}, and its checkpoints name the one "
+                "that it was started with"
+            )
+        return sentences
+
+
+def _files(one: Opened) -> tuple[CheckedFile, CheckedFile]:
+    return one.index.lengths.file, one.index.ids.file
+
+
+def _same_file(one: os.stat_result, other: os.stat_result) -> bool:
+    names = ("st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")
+    return all(getattr(one, name) == getattr(other, name) for name in names)
