@@ -240,7 +240,7 @@ def _quick_weights(stage: torch.nn.Module, **_: Any) -> None:
     """Weights of the right size made on the GPU: the run's own, the same in every layout, take the CPU a minute."""
     with torch.no_grad():
         for name, parameter in stage.named_parameters():
-            if name.startswith("method_modules."):
+            if name.startswith("method_"):
                 continue
             if parameter.dim() > 1:
                 parameter.normal_(std=0.02)

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from megaponder.checkpoint.restore import METHOD
+
 
 def stream(seed: int, name: str) -> torch.Generator:
     """Random stream of one parameter."""
@@ -62,7 +64,7 @@ def initialise(
 ) -> None:
     """Set every weight of a stage; the method's own modules come initialised from their constructors."""
     for name, parameter in global_names(stage):
-        if name.startswith("method_modules."):
+        if name.startswith(METHOD):
             continue
         if _is_norm(name):
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)

@@ -23,8 +23,9 @@ from megaponder.checkpoint.state import TrainState, load_state
 from megaponder.errors import UserError
 
 log = logging.getLogger(__name__)
-METHOD = "method_modules."
-"""First part of the names of a method's own parameters, which a weights-only start may lack or leave."""
+METHOD = "method_"
+"""How the names of a method's own parameters begin (method_modules, method_entry, method_layers); a weights-only start
+may lack or leave them."""
 Shapes = dict[str, tuple[int, ...]]
 
 

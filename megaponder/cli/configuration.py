@@ -37,8 +37,9 @@ def planned(
     if cfg.model.vocab_size is None:
         rule = "a plan needs it, and neither a preset nor a dataset gives it"
         raise ConfigError("model.vocab_size", None, rule, "add --model.vocab_size 50304")
-    from megaponder.ponder.settings import method_of  # after the file's own mistakes: it imports torch
+    from megaponder.ponder.settings import method_of, use_plugin  # after the file's own mistakes: it imports torch
 
+    use_plugin(cfg)
     method = method_of(cfg)
     facts = facts_of(method, cfg.train.seed)
     world_size = cfg.parallel.tensor * cfg.parallel.pipeline if world_size is None else world_size

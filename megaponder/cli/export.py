@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megaponder.cli.parser import Commands
+from megaponder.cli.parser import Commands, add_plugin
 
 SUMMARY = "write a checkpoint as a Hugging Face folder, and check its logits"
 
@@ -13,7 +13,7 @@ examples
   megaponder export runs/first hf/first                     the newest checkpoint of a run
   megaponder export runs/first/checkpoints/step_00001000 hf/step1000 --dtype bfloat16
 
-The folder holds safetensors, configuration, tokenizer and, for pondering models, one self-contained modelling file:
+The folder holds safetensors, configuration, tokenizer and, for pondering models, its modelling code:
 
   from transformers import AutoModelForCausalLM
   AutoModelForCausalLM.from_pretrained("hf/first", trust_remote_code=True)
@@ -25,6 +25,7 @@ logits are compared with the checkpoint's; one that differs is not published.
 
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("export", help=SUMMARY, description=SUMMARY, epilog=EPILOG)
+    add_plugin(parser)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint folder, or run folder (its newest one)")
     parser.add_argument("out", metavar="OUT", help="folder to write; it must not exist")
     parser.add_argument("--tokenizer", metavar="PATH", help="tokenizer to copy; default: data.tokenizer of the run")

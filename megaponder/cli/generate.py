@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megaponder.cli.parser import Commands
+from megaponder.cli.parser import Commands, add_plugin
 
 SUMMARY = "continue a text with a checkpoint or an exported folder"
 
@@ -21,6 +21,7 @@ Greedy by default (temperature 0): the same text every time.
 
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("generate", help=SUMMARY, description=SUMMARY, epilog=EPILOG)
+    add_plugin(parser)
     parser.add_argument("model", metavar="MODEL", help="run folder, checkpoint folder or exported Hugging Face folder")
     parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="text to continue; - reads standard input")
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="new tokens (default 64)")
@@ -31,7 +32,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--tokenizer", metavar="PATH", help="default: the one of the model")
     parser.add_argument("--no-cache", action="store_true", help="recompute every pass for every token (for checking)")
     parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run an exported folder's modelling file whatever its version"
+        "--trust-remote-code", action="store_true", help="run an exported folder's modelling code whatever its version"
     )
     parser.add_argument("--device", metavar="NAME", help="cpu or cuda; default: cuda where there is one")
 

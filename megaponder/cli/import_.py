@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megaponder.cli.parser import Commands
+from megaponder.cli.parser import Commands, add_plugin
 
 SUMMARY = "bring a Hugging Face folder in as a checkpoint to start from"
 
@@ -20,6 +20,7 @@ any layout.  The logits of both models are compared before anything is written.
 
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("import", help=SUMMARY, description=SUMMARY, epilog=EPILOG)
+    add_plugin(parser)
     parser.add_argument("source", metavar="FOLDER", help="Hugging Face folder with config.json and safetensors")
     parser.add_argument("out", metavar="OUT", help="run folder to write; it gets one checkpoint, of step 0")
     parser.add_argument(
@@ -32,7 +33,7 @@ def add_parser(commands: Commands) -> None:
         help="largest difference of logits, as a part of the largest logit (default 1e-4)",
     )  # fmt: skip
     parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run the folder's modelling file whatever its version"
+        "--trust-remote-code", action="store_true", help="run the folder's modelling code whatever its version"
     )
 
 

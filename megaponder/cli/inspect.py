@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from megaponder.cli.parser import Commands
+from megaponder.cli.parser import Commands, add_plugin
 from megaponder.data.blend import prefix_of
 from megaponder.errors import UserError
 
@@ -27,6 +27,7 @@ Checksums are compared: a damaged or unfinished checkpoint is named with the rea
 
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("inspect", help=SUMMARY, description=SUMMARY, epilog=EPILOG)
+    add_plugin(parser)
     parser.add_argument("paths", metavar="PATH", nargs="+", help="dataset prefix, run folder or checkpoint folder")
     parser.add_argument(
         "--audit", action="store_true",

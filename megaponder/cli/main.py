@@ -104,6 +104,10 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> Any:
         args, module = parse(words)
+        if getattr(args, "plugin", None) is not None:
+            from megaponder.ponder.plugins import load_plugin
+
+            load_plugin(args.plugin)
         return module.run(args) if module is not None else 0
 
     return ended(work)

@@ -105,3 +105,8 @@ class Parser(argparse.ArgumentParser):
             if isinstance(action, argparse._SubParsersAction):
                 return action.choices[command]
         raise KeyError(command)
+
+
+def add_plugin(parser: argparse.ArgumentParser) -> None:
+    """The option by which a user lets a plugin's code be run; `cli.main` does it."""
+    parser.add_argument("--plugin", metavar="PATH", help="file or folder with the model's method; its code is run")

@@ -48,8 +48,13 @@ def run(args: argparse.Namespace) -> int:
 
     console = Console(width=None if Console().is_terminal else 120, highlight=False)
     if args.presets or args.methods:
+        from megaponder.config.load import load_config
         from megaponder.plan.lists import print_methods, print_presets
 
+        if (plugin := load_config(args.config, args.overrides).ponder.plugin) is not None:
+            from megaponder.ponder.plugins import load_plugin
+
+            load_plugin(plugin)
         (print_presets if args.presets else print_methods)(console)
         return 0
     if not 0 < args.mfu <= 1:

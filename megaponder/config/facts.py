@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar, Protocol
 
 
@@ -53,10 +53,10 @@ class MethodFacts:
     """The number of passes differs between steps."""
     has_parameters: bool = False
     """The method has parameters of its own beside the backbone's."""
-    pause_token_id: int | None = None
-    """A row of the embedding table that the method needs beside the text's tokens."""
-    topk: int = 0
-    """Most probable tokens that its mixtures keep; 0: all."""
+    token_rows: Mapping[str, int] = field(default_factory=dict)
+    """Options that name a row of the embedding table, which the method needs beside the text's tokens."""
+    token_counts: Mapping[str, int] = field(default_factory=dict)
+    """Options that count tokens of the vocabulary; 0: all."""
 
 
 PLANS_SEEN = 64
@@ -76,13 +76,38 @@ def facts_of(method: MethodLike, seed: int = 0) -> MethodFacts:
         skips=method.skips,
         varying_passes=len(counts) > 1,
         has_parameters=_has_parameters(method),
-        pause_token_id=getattr(method.options, "pause_token_id", None),
-        topk=getattr(method.options, "topk", 0),
+        token_rows=_declared(method.options, "parameter"),
+        token_counts=_declared(method.options, "counts_tokens"),
     )
+
+
+def _declared(options: Any, kind: str) -> dict[str, int]:
+    """Options that their class declares as of this kind, with their values."""
+    declared = fields(options) if is_dataclass(options) else ()
+    return {f.name: getattr(options, f.name) for f in declared if kind in f.metadata}
+
+
+BUILDERS = ("entry_modules", "layer_modules", "exit_modules")
 
 
 def _has_parameters(method: MethodLike) -> bool:
     """Whether the method builds modules; they are not built to find out, for gates can be large."""
     from megaponder.ponder.base import Method  # here: this module does without PyTorch
 
-    return getattr(type(method), "exit_modules", Method.exit_modules) is not Method.exit_modules
+    return any(getattr(type(method), name, None) not in (None, getattr(Method, name)) for name in BUILDERS)
+
+
+@dataclass(frozen=True)
+class OwnParameters:
+    """Numbers of a method's own parameters, by place."""
+
+    entry: int = 0
+    """First stage."""
+    layers: tuple[int, ...] = ()
+    """Of each layer of the model; none where no layer has any."""
+    exit: int = 0
+    """Last stage."""
+
+    def on(self, layers: slice, first: bool, last: bool) -> int:
+        """Those of a stage with these layers."""
+        return self.entry * first + sum(self.layers[layers]) + self.exit * last

@@ -66,6 +66,8 @@ class PonderConfig:
     """Options of the method, for example {steps: 3, topk: 0}; unknown ones are refused."""
     skip_halted: bool = False
     """Leave halted tokens out of the computation instead of masking them: the same numbers, less work."""
+    plugin: str | None = None
+    """Python file or folder with a method of your own; its code is run."""
 
 
 @dataclass

@@ -6,6 +6,7 @@ Sums are in the ranks' own tokens, so they add up over micro-batches, data-paral
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -17,6 +18,7 @@ COLLAPSED = 0.98
 """Share of tokens at one depth from which on the gates count as collapsed."""
 
 
+_AT = re.compile(r"at\d+")
 MOMENTS = ("depth", "depth_sq", "nll_sq", "depth_nll")
 
 
@@ -64,11 +66,11 @@ def metrics(means: Mapping[str, float], loss: float) -> dict[str, float]:
     mean_depth; active_pass{k}, the share of tokens that run pass k; kv_reuse, the share of later token-passes that
     reuse keys and values; depth_nll_correlation; collapsed, 1.0 where nearly all tokens have one depth;
     gate{k}_bin{j}, the share of gate values between j/10 and (j+1)/10; gate{k}_saturation, the share in the first and
-    the last bin; jacobi_rmse{j}, how far refinement j moved the latents.
+    the last bin; and the method's own statistics, with the root of the means whose name has `_rmse`.
     """
-    out = {k: v for k, v in means.items() if k not in MOMENTS and not k.startswith(("at", "jacobi")) and "/" not in k}
-    out |= {f"jacobi_rmse{k[6:]}": math.sqrt(max(0.0, v)) for k, v in means.items() if k.startswith("jacobi")}
-    at = [means[name] for name in sorted((k for k in means if k.startswith("at")), key=lambda k: int(k[2:]))]
+    out = {k: v for k, v in means.items() if k not in MOMENTS and not _AT.fullmatch(k) and "/" not in k}
+    out |= {k: math.sqrt(max(0.0, v)) for k, v in out.items() if "_rmse" in k}
+    at = [means[name] for name in sorted(filter(_AT.fullmatch, means), key=lambda k: int(k[2:]))]
     if not at:
         return out
     depth = means["depth"]

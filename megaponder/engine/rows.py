@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megaponder.engine.row_kernels import only, put_rows, take_rows
 
@@ -111,8 +111,9 @@ class Attending:
     over fewer, and what it wastes is a small part of a pass (measured in benchmarks/halting.py).
     """
 
-    def __init__(self, core: Any, rows: Rows | None, active: Tensor | None):
+    def __init__(self, core: Any, rows: Rows | None, active: Tensor | None, layer: int, modules: nn.ModuleDict):
         self._core, self._rows, self._active = core, rows, active
+        self.layer, self.modules = layer, modules
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None = None) -> Tensor:
         out: Tensor = self._core(self.place(q), k, v, key_bias)

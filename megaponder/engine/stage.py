@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
@@ -112,12 +113,8 @@ class PonderStage(MegatronModule):
                 skip_weight_param_allocation=tied,
                 tp_group=groups.tp,
             )
-            with torch.random.fork_rng(devices=[]):  # the same start on every rank and every device
-                torch.default_generator.manual_seed(cfg.train.seed)
-                self.method_modules = nn.ModuleDict(method.exit_modules())
-            for parameter in self.method_modules.parameters():
-                parameter.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
 
+        self._build_method(cfg.train.seed)
         self.fp8 = Fp8(cfg, self.decoder.layers) if cfg.precision.fp8 != "none" else None
         for module in self.decoder.modules():
             # Transformer Engine then adds to the gradients of earlier passes; FP8 weights are renewed by `engine.fp8`
@@ -132,6 +129,40 @@ class PonderStage(MegatronModule):
                 self.input_table = InputTable(self.config, rows, groups.tp)
             elif first:
                 self.embedding.word_embeddings.weight.shared_embedding = True
+
+    def _build_method(self, seed: int) -> None:
+        """The method's own parameters, under names that begin with `checkpoint.restore.METHOD`.
+
+        All tensor ranks hold them whole.  Outside of the layers a rank's gradient is the whole one, or under sequence
+        parallelism its tokens' part, which megatron-core adds up; in a layer it is always the part of the rank's heads.
+        """
+
+        def build(modules: Callable[[], dict[str, nn.Module]], seed: int) -> nn.ModuleDict:
+            with torch.random.fork_rng(devices=[]):  # the same start on every rank and every device
+                torch.default_generator.manual_seed(seed)
+                return nn.ModuleDict(modules())
+
+        outer = []
+        if self.pre_process:
+            self.method_entry = build(self.method.entry_modules, seed + 1)
+            outer += list(self.method_entry.parameters())
+        if self.post_process:
+            self.method_modules = build(self.method.exit_modules, seed)
+            outer += list(self.method_modules.parameters())
+        for parameter in outer:
+            parameter.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
+        numbers = [int(layer.layer_number) - 1 for layer in self.decoder.layers]
+        self.method_layers = nn.ModuleDict(
+            {str(i): build(partial(self.method.layer_modules, i), seed + 2 + i) for i in numbers}
+        )
+        if self.groups.tp_size > 1:
+            for parameter in self.method_layers.parameters():
+                parameter.register_hook(self._sum_of_heads)
+
+    def _sum_of_heads(self, gradient: Tensor) -> Tensor:
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient, group=self.groups.tp)
+        return gradient
 
     # --- weights that more than one place uses ------------------------------------------------------------------------
     def _table_module(self) -> nn.Module:
@@ -236,12 +267,14 @@ class PonderStage(MegatronModule):
                 x: Tensor,
                 riders: Tensor | None,
                 *before: Tensor,
-                layer: nn.Module = layer,
+                layer: Any = layer,
                 reads: Reads | None = reads,
                 precision: Callable[[], AbstractContextManager[Any]] = precision,
             ) -> tuple[Tensor, Kept]:
                 def attend(q: Tensor, k: Tensor, v: Tensor, kept: Kept, core: Any) -> tuple[Tensor, Kept]:
-                    return self.method.attend(p, q, k, v, riders, kept, Attending(core, rows, active))
+                    number = int(layer.layer_number) - 1
+                    own: Any = self.method_layers[str(number)]
+                    return self.method.attend(p, q, k, v, riders, kept, Attending(core, rows, active, number, own))
 
                 with precision():  # in here, so that a recomputed layer enters it again
                     return layer(x, rotary, attend, before, reads)

@@ -41,6 +41,10 @@ class StageEntryTools:
     def __init__(self, stage: PonderStage, tokens: int):
         self._stage, self._tokens = stage, tokens
 
+    @property
+    def modules(self) -> nn.ModuleDict:
+        return self._stage.method_entry
+
     def embed(self, ids_bn: Tensor, factor: float = 1.0) -> Tensor:
         return self._stage.embedding(ids_bn, slots=ids_bn.shape[1] // self._tokens, factor=factor)
 

@@ -7,7 +7,7 @@ from string import Template
 
 from megaponder import __version__
 from megaponder.config.schema import RunConfig
-from megaponder.export import configs
+from megaponder.export import compose, configs
 from megaponder.export.tokenizer import TokenizerFiles
 
 CARD = Template("""---
@@ -36,14 +36,7 @@ $prefix
 
 Logits of this folder, with and without cache, were compared with the checkpoint's own forward before it was published:
 largest difference $difference of the largest logit (FP32).
-$latents""")
-
-
-LATENTS = """
-A forward of this method finds the latents of a text by $jacobi parallel refinements, as in training; decoding runs the
-exact recursion.  `generate` refines prompts until nothing moves, so that text does not depend on the cache; set
-`prefill_jacobi` in config.json to a number for a faster, approximate start.
-"""
+$note""")
 
 
 def write(
@@ -81,6 +74,6 @@ def write(
         lm_eval="" if native else ",trust_remote_code=True",
         prefix=prefix,
         difference=f"{difference:.1e}",
-        latents=LATENTS.replace("$jacobi", str(options["jacobi"])) if "jacobi" in options else "",
+        note=Template(compose.decoding_class(cfg.ponder.method).note).substitute(options),
     )
     (path / "README.md").write_text(text, encoding="utf-8")

@@ -7,6 +7,7 @@ comes from compiled files (.pyc), from transformers' folder of downloaded module
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib
 import itertools
 import re
@@ -20,7 +21,8 @@ from typing import Any
 
 from megaponder import files
 from megaponder.errors import UserError
-from megaponder.export import configs
+from megaponder.export import compose
+from megaponder.ponder import registry
 
 LARGEST = 1 << 22
 """Bytes of a modelling file."""
@@ -28,21 +30,33 @@ _CLASS = re.compile(r"([A-Za-z_]\w*)\.([A-Za-z_]\w*)")
 _numbers = itertools.count()
 
 
-def composed() -> dict[str, bytes]:
-    """Name and content of every modelling file that an export of this version may carry."""
-    return {configs.SOURCE.name: configs.SOURCE.read_bytes()}
+EARLIER = {"f9f33cf5c342dfca3663bfc625f5ef5f7413e51cdaf432da1737c7b3575ae6e8"}
+"""SHA-256 of the one modelling file that exports carried before there were several."""
 
 
-def is_ours(sources: dict[str, bytes]) -> bool:
+def composed(method: str) -> dict[str, bytes]:
+    """Name and content of every modelling file that an export of this version with this method carries."""
+    if method not in registry.methods() or registry.decoding_class(method) is None:
+        return {}
+    return {name: text.encode() for name, text in compose.files(method).items()}
+
+
+def is_ours(sources: dict[str, bytes], method: str) -> bool:
     """Whether all of these files are those of this version."""
-    ours = composed()
+    ours = composed(method)
     return all(ours.get(name) == content for name, content in sources.items())
 
 
-def read(folder: Path, reference: object, trusted: bool) -> tuple[str, dict[str, bytes]]:
+def is_earlier(sources: dict[str, bytes]) -> bool:
+    """Whether these are an earlier version's, in whose place the present code is run."""
+    return all(hashlib.sha256(content).hexdigest() in EARLIER for content in sources.values())
+
+
+def read(folder: Path, reference: object, method: str, trusted: bool) -> tuple[str, dict[str, bytes]]:
     """`reference` (file.Class of an auto_map), and the files that it needs by name.
 
-    UserError where one of them is missing, lies outside the folder or, unless `trusted`, differs from ours.
+    UserError where one of them is missing, lies outside the folder or, unless `trusted`, is neither ours nor of
+    `EARLIER`.
     """
     match = _CLASS.fullmatch(reference) if isinstance(reference, str) else None
     if match is None:
@@ -50,7 +64,7 @@ def read(folder: Path, reference: object, trusted: bool) -> tuple[str, dict[str,
             f"{folder}: no model can be made of it (auto_map = {reference!r} does not name a class of a file in this "
             "folder)."
         )
-    ours, found, wanted = composed(), {}, [f"{match[1]}.py"]
+    ours, found, wanted = composed(method), {}, [f"{match[1]}.py"]
     for name in wanted:  # grows meanwhile
         if name in found:
             continue
@@ -58,7 +72,7 @@ def read(folder: Path, reference: object, trusted: bool) -> tuple[str, dict[str,
         if not path.is_file():
             raise UserError(f"{folder / name} is missing.")
         content = files.read_bounded(path, LARGEST)
-        if not trusted and content != ours.get(name):
+        if not trusted and content != ours.get(name) and not is_earlier({name: content}):
             raise UserError(
                 f"{folder / name} is not a modelling file of this version, and loading the model runs it; read it, "
                 "then say --trust-remote-code."

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from megaponder.config.schema import ModelConfig, RunConfig
 from megaponder.errors import UserError
+from megaponder.export import compose
 from megaponder.ponder.settings import embedding_scale, method_of
 
-# our field -> the modelling file's; `embedding_scale` is written as a number
+# our field -> the modelling code's; `embedding_scale` is written as a number
 PONDER_FIELDS = {
     "family": "family",
     "num_layers": "num_hidden_layers",
@@ -67,9 +67,6 @@ NATIVE_TYPES = {
 # how the weights came to be, or how they lie in checkpoints: without meaning for an export
 TRAINING_ONLY = {"preset", "vocab_multiple", "init", "init_std", "init_output_scale"}
 
-MODELLING_FILE = "modeling_megaponder"
-SOURCE = Path(__file__).with_name(f"{MODELLING_FILE}.py")
-
 
 def check_fields_known() -> None:
     """Refuse to export while the configuration has a model field that this module does not know."""
@@ -119,34 +116,21 @@ def _mapped(model: ModelConfig, names: dict[str, str]) -> dict[str, Any]:
     return out
 
 
-def _refuse_unknown_method(cfg: RunConfig) -> None:
-    """UserError for a method that the modelling file does not have yet (a step of CONTRIBUTING's example)."""
-    from megaponder.export.modeling_megaponder import METHODS
-
-    if cfg.ponder.method not in METHODS:
-        raise UserError(
-            f"ponder.method = {cfg.ponder.method!r}: exports do not have this method yet; add it to METHODS in "
-            f"megaponder/export/{MODELLING_FILE}.py, which has {', '.join(sorted(METHODS))}."
-        )
-
-
 def ponder_config(cfg: RunConfig, dtype: str, eos: int | None) -> dict[str, Any]:
-    """config.json for the self-contained modelling file."""
+    """config.json of an export with modelling code of its own."""
     check_fields_known()
-    _refuse_unknown_method(cfg)
-    options = method_of(cfg).options
-    latent = {"prefill_jacobi": "converge"} if hasattr(options, "jacobi") else {}
+    form, options = compose.decoding_class(cfg.ponder.method), method_of(cfg).options
     return {
         "model_type": "megaponder",
         "architectures": ["MegaponderForCausalLM"],
         "auto_map": {
-            "AutoConfig": f"{MODELLING_FILE}.MegaponderConfig",
-            "AutoModelForCausalLM": f"{MODELLING_FILE}.MegaponderForCausalLM",
+            "AutoConfig": f"{compose.CONFIGURATION}.MegaponderConfig",
+            "AutoModelForCausalLM": f"{compose.ENTRY}.MegaponderForCausalLM",
         },
         "method": cfg.ponder.method,
         "method_options": {f.name: getattr(options, f.name) for f in fields(options)},
         "embedding_scale": scale_of(cfg),
-        **latent,
+        **form.config_fields,
         **_mapped(cfg.model, PONDER_FIELDS),
         **_common(cfg, dtype, eos),
     }

@@ -15,7 +15,7 @@ from megaponder.export.extra import need_transformers
 from megaponder.export.folder import has_tokenizer
 from megaponder.export.hf_fields import model_config
 from megaponder.export.save import save_weights
-from megaponder.ponder.settings import check_shape
+from megaponder.ponder.settings import check_shape, table_rows
 
 DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 
@@ -50,8 +50,8 @@ def import_hf(
 ) -> Imported:
     """Write the run folder `out` with one weights-only checkpoint (step 0) of a Hugging Face folder.
 
-    GPT-NeoX, Llama and GPT-2 folders come in as vanilla models, exports with a modelling file with their method.  Only
-    safetensors are read, and a modelling file that is not this version's is run only with `trust_remote_code`.  Start
+    GPT-NeoX, Llama and GPT-2 folders come in as vanilla models, exports with modelling code with their method.  Only
+    safetensors are read, and modelling code that is not this version's is run only with `trust_remote_code`.  Start
     training from it with `checkpoint.load`; another method may be named there.
     Raises UserError for a config field that our backbones cannot represent (unless named in `ignore`), for weights that
     do not fit, and when the logits of the two models differ by more than `tolerance` of the largest logit.
@@ -68,7 +68,7 @@ def import_hf(
     from megaponder.export.load import load_folder, refuse_too_large
 
     refuse_too_large(source, hf, tensors)
-    state = names.to_stage(to_plain(hf, tensors, cfg), cfg.model, cfg.ponder.options.get("pause_token_id"))
+    state = names.to_stage(to_plain(hf, tensors, cfg), cfg.model, table_rows(cfg))
     del tensors
     prompts = reference.prompts(cfg)
     model = load_folder(source, trust_remote_code=trust_remote_code)

@@ -10,6 +10,7 @@ import torch
 from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError, first_line
 from megaponder.export import code, configs, folder, names
+from megaponder.ponder.registry import methods
 
 if TYPE_CHECKING:
     from megaponder.export.modeling_megaponder import MegaponderForCausalLM
@@ -18,15 +19,16 @@ if TYPE_CHECKING:
 def load_folder(path: Path, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False) -> Any:
     """The model of an export folder, in evaluation mode; weights from safetensors only.
 
-    A folder with its own modelling file is loaded through that very file.  Where it is not the one of this
-    installation, its code is run only if that is asked for.  Nothing outside the folder is read, fetched or run.
+    A folder with modelling code is loaded through that very code.  Where it is not this installation's, it is run only
+    if that is asked for; an earlier version's is replaced by the present one.  Nothing outside the folder is read,
+    fetched or run.
     UserError for a folder that makes no model, or one whose weights are not finite.
     """
     try:
         model, notes = _load(path, dtype, trust_remote_code)
     except UserError:
         raise
-    except Exception as error:  # whatever transformers and the modelling file make of wrong fields
+    except Exception as error:  # whatever transformers and the modelling code make of wrong fields
         first = first_line(error).rstrip(".")
         raise UserError(f"{path}: no model can be made of it ({type(error).__name__}: {first}).") from error
     wrong = [key for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in notes[kind]]
@@ -71,17 +73,27 @@ def _load(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any,
 
 
 def _class(path: Path, fields: dict[str, Any], trust_remote_code: bool) -> Any:
-    """The class of the folder's own modelling file, or transformers' own of a family that we know."""
+    """The class of the folder's own modelling code, or transformers' own of a family that we know."""
     import transformers
 
     if "auto_map" in fields:
+        if not trust_remote_code and fields.get("method") not in list(methods()):
+            from megaponder.export.from_hf import run_config
+
+            run_config(fields, path, path, frozenset())  # says so
         named = fields["auto_map"]
         reference = named.get("AutoModelForCausalLM") if isinstance(named, dict) else named
-        reference, sources = code.read(path, reference, trust_remote_code)
-        if code.is_ours(sources):
+        method = str(fields.get("method"))
+        reference, sources = code.read(path, reference, method, trust_remote_code)
+        earlier = code.is_earlier(sources)
+        if earlier or code.is_ours(sources, method):
             from megaponder.export.from_hf import run_config
 
             run_config(fields, path, path, frozenset())  # bounds passes and sizes
+        if earlier:
+            from megaponder.export.modeling_megaponder import MegaponderForCausalLM
+
+            return MegaponderForCausalLM
         return code.load(path, reference, sources)
     native = dict(configs.NATIVE_TYPES.values())
     kind = fields.get("model_type")
@@ -100,7 +112,7 @@ def refuse_too_large(path: Path, fields: dict[str, Any], tensors: names.Tensors)
 
 
 def build_model(cfg: RunConfig, plain: names.Tensors, eos: int | None = None) -> MegaponderForCausalLM:
-    """A checkpoint's model on the modelling file's class, in the tensors' format, without writing anything.
+    """A checkpoint's model on the exports' class, in the tensors' format, without writing anything.
 
     `plain` comes from `names.to_plain`; its tensors become the model's parameters.
     """

@@ -1,6 +1,6 @@
-"""Parameter names and layouts: those of a one-process training stage and the plain ones of the modelling file.
+"""Parameter names and layouts: those of a one-process training stage and the plain ones of exports.
 
-Stage (megatron-core)                          plain (modeling_megaponder.py; for llama also transformers' own)
+Stage (megatron-core)                          plain (megaponder.decoding; for llama also transformers' own)
 embedding.word_embeddings.weight [V padded]    model.embed_tokens.weight [V]
 embedding.position_embeddings.weight           model.embed_positions.weight
 decoder.layers.I.input_layernorm               model.layers.I.input_layernorm
@@ -11,11 +11,13 @@ decoder.layers.I.mlp.linear_fc1                model.layers.I.mlp.{gate_proj, up
 decoder.layers.I.mlp.linear_fc2                model.layers.I.mlp.down_proj
 final_norm, output_layer [V padded]            model.norm, lm_head [V]
 method_modules.X                               method.X  (router.weight, gates.I.0.weight, ...)
+method_entry.X, method_layers.I.X              the same
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -40,6 +42,8 @@ _INNER = {
 }
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _PLAIN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+NO_ROWS: Mapping[str, int] = {}
+_SAME = ("method_entry.", "method_layers.")
 _METHOD, _PLAIN_METHOD = "method_modules.", "method."
 
 
@@ -64,10 +68,11 @@ def fuse_qkv(q: Tensor, k: Tensor, v: Tensor, heads: int, groups: int) -> Tensor
     return torch.cat(parts, dim=1).flatten(0, 2)
 
 
-def to_plain(stage: Tensors, model: ModelConfig, pause_token_id: int | None = None) -> Tensors:
+def to_plain(stage: Tensors, model: ModelConfig, rows: Mapping[str, int] = NO_ROWS) -> Tensors:
     """Plain tensors of a stage's state dict; padding rows of the tables are dropped.
 
-    A pause token beyond the true vocabulary lives in a padding row; it becomes method.pause.weight [1, H].
+    `rows` are the method's own parameters in the token table, by name: one that lies in a padding row, beyond the true
+    vocabulary, becomes method.NAME.weight [1, H].
     Raises UserError for a tensor that has no place in the export.
     """
     assert model.num_heads is not None and model.num_kv_heads is not None and model.vocab_size is not None
@@ -76,6 +81,8 @@ def to_plain(stage: Tensors, model: ModelConfig, pause_token_id: int | None = No
         match = _LAYER.fullmatch(name)
         if name in _OUTER:
             out[_OUTER[name]] = tensor[: model.vocab_size] if name in _TABLES else tensor
+        elif name.startswith(_SAME):
+            out[name] = tensor
         elif name.startswith(_METHOD):
             out[_PLAIN_METHOD + name[len(_METHOD) :]] = tensor
         elif match and match[2] in _INNER:
@@ -89,23 +96,27 @@ def to_plain(stage: Tensors, model: ModelConfig, pause_token_id: int | None = No
                 out[f"model.layers.{match[1]}.mlp.{side}_proj.{match[3]}"] = part
         else:
             raise UserError(f"the checkpoint's parameter {name} has no place in an export; it is of a newer format.")
-    if pause_token_id is not None and pause_token_id >= model.vocab_size:
-        out["method.pause.weight"] = stage["embedding.word_embeddings.weight"][pause_token_id][None]
+    for parameter, row in rows.items():
+        if row >= model.vocab_size:
+            out[f"method.{parameter}.weight"] = stage["embedding.word_embeddings.weight"][row][None]
     return {name: tensor.contiguous() for name, tensor in out.items()}
 
 
-def to_stage(plain: Tensors, model: ModelConfig, pause_token_id: int | None = None) -> Tensors:
+def to_stage(plain: Tensors, model: ModelConfig, rows: Mapping[str, int] = NO_ROWS) -> Tensors:
     """A stage's tensors (padded tables) of plain ones: the inverse of `to_plain`."""
     assert model.num_heads is not None and model.num_kv_heads is not None
     outer = {new: old for old, new in _OUTER.items()}
     inner = {new: old for old, new in _INNER.items()}
+    in_table = {f"method.{parameter}.weight": row for parameter, row in rows.items()}
     out: Tensors = {}
     for name, tensor in plain.items():
         match = _PLAIN_LAYER.fullmatch(name)
         if name in outer:
             out[outer[name]] = _pad_rows(tensor, padded(model)) if outer[name] in _TABLES else tensor
-        elif name == "method.pause.weight" and pause_token_id is not None:
+        elif name in in_table:
             continue
+        elif name.startswith(_SAME):
+            out[name] = tensor
         elif name.startswith(_PLAIN_METHOD):
             out[_METHOD + name[len(_PLAIN_METHOD) :]] = tensor
         elif match and match[2] in inner:
@@ -119,8 +130,9 @@ def to_stage(plain: Tensors, model: ModelConfig, pause_token_id: int | None = No
             out[f"decoder.layers.{match[1]}.mlp.linear_fc1.{match[3]}"] = torch.cat([*gate, tensor])
         elif not (match and match[2] in ("self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj")):
             raise UserError(f"the folder's parameter {name} has no place in a {model.family} model.")
-    if "method.pause.weight" in plain and pause_token_id is not None:
-        out["embedding.word_embeddings.weight"][pause_token_id] = plain["method.pause.weight"][0]
+    for name, row in in_table.items():
+        if name in plain:
+            out["embedding.word_embeddings.weight"][row] = plain[name][0]
     return {name: tensor.contiguous() for name, tensor in out.items()}
 
 

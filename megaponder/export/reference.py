@@ -79,10 +79,8 @@ def prompts(cfg: RunConfig) -> list[Tensor]:
     from megaponder.ponder.settings import method_of
 
     assert cfg.model.vocab_size is not None and cfg.model.max_positions is not None
-    options = vars(method_of(cfg).options)
-    decides = options.get("topk", 0) > 0 or ("threshold" in options and "jacobi" not in options)
     shape, sets = (ROWS, min(TOKENS, cfg.model.max_positions, cfg.data.sequence_length)), []
-    for seed in range(2 if decides else 1):
+    for seed in range(2 if method_of(cfg).decides() else 1):
         ids = torch.randint(cfg.model.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
         ids[0, 0], ids[-1, -1] = 0, cfg.model.vocab_size - 1
         sets.append(ids)
@@ -98,22 +96,20 @@ def check_tolerance(tolerance: float) -> None:
 def engine_logits(engine: Engine, ids: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
     """FP32 logits [b, n, V] of the checkpoint: of one forward, and those that decoding must give.
 
-    The two differ where a forward approximates the recursion that decoding runs (PonderLM-2 and PonderLM-3): there, the
-    second are those of so many refinements that twice as many change less than a tenth of the tolerance.
+    The two differ where a forward approximates what decoding computes (`Method.towards_decoding`): there, the second
+    are those of so close an approximation that the next one changes less than a tenth of the tolerance.
     """
     once = engine.logits(ids).float().cpu()
-    options = engine.stage.method.options
-    if not hasattr(options, "jacobi"):
-        return once, once
-    trained, most, settled = options.jacobi, options.latents * (ids.shape[1] - 1), once  # `most` are always enough
+    method, exact = engine.stage.method, once
+    trained = method.options
     try:
-        options.jacobi = min(max(trained, 8), most)
-        exact = engine.logits(ids).float().cpu()
-        while options.jacobi < most and _error(exact, settled) > tolerance / 10:
-            options.jacobi, settled = min(2 * options.jacobi, most), exact
+        for options in method.towards_decoding(ids.shape[1]):
+            method.options, before = options, exact
             exact = engine.logits(ids).float().cpu()
+            if _error(exact, before) <= tolerance / 10:
+                break
     finally:
-        options.jacobi = trained
+        method.options = trained
     return once, exact
 
 
@@ -121,23 +117,25 @@ def engine_logits(engine: Engine, ids: Tensor, tolerance: float) -> tuple[Tensor
 def export_logits(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
     """FP32 logits [b, n, V] of a transformers model: in one forward, and with its cache over the last tokens.
 
-    With the cache, latents are found exactly and none is pruned, so that the checkpoint has the same to compare with.
+    With the cache, what training approximates is found exactly, and decoding leaves nothing out that training computes,
+    so that the checkpoint has the same to compare with.
     """
-    options: dict[str, Any] = model.ponder.options if hasattr(model, "ponder") else {}
-    exactly = {"jacobi": "converge"} if "jacobi" in options else {}
+    from megaponder.decoding.method import DecodingMethod
+    from megaponder.export import compose
+
+    form = compose.decoding_class(model.config.method) if hasattr(model, "ponder") else DecodingMethod
     whole = model(ids, use_cache=False).logits
-    pruning = options.get("threshold")
+    options = model.ponder.options if hasattr(model, "ponder") else {}
+    before = dict(options)
     try:
-        if exactly and pruning is not None:
-            options["threshold"] = 0.0
-        first = model(ids[:, :-STEPWISE], use_cache=True, **exactly)
+        options.update(form.as_trained)
+        first = model(ids[:, :-STEPWISE], use_cache=True, **form.as_decoded)
         name = "cache" if "cache" in first else "past_key_values"
         parts, cache = [first.logits], first[name]
         for i in range(ids.shape[1] - STEPWISE, ids.shape[1]):
             parts.append(model(ids[:, i : i + 1], use_cache=True, **{name: cache}).logits)
     finally:
-        if pruning is not None:
-            options["threshold"] = pruning
+        options.update(before)
     return whole.float(), torch.cat(parts, dim=1).float()
 
 

@@ -15,8 +15,9 @@ from megaponder.checkpoint.state import load_state
 from megaponder.checkpoint.weights import read_weights
 from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError
-from megaponder.export import card, code, configs, folder, names, native, reference, tokenizer
+from megaponder.export import card, compose, configs, folder, names, native, reference, tokenizer
 from megaponder.export.extra import need_transformers
+from megaponder.ponder.settings import table_rows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -27,7 +28,7 @@ class Exported:
 
     folder: Path
     native: bool
-    """In transformers' own format; otherwise the folder carries its modelling file (trust_remote_code=True)."""
+    """In transformers' own format; otherwise the folder carries its modelling code (trust_remote_code=True)."""
     why_not_native: str | None
     files: tuple[str, ...]
     parameters: int
@@ -38,19 +39,12 @@ class Exported:
         if self.native:
             kind = "in transformers' own format"
         else:
-            kind = f"with its modelling file (trust_remote_code=True) because of {self.why_not_native}"
+            kind = f"with its modelling code (trust_remote_code=True) because of {self.why_not_native}"
         return (
             f"{self.folder}: {self.parameters:,} parameters {kind}.\n"
             f"Logits with and without cache equal the checkpoint's: largest difference {self.max_difference:.1e} of "
             "the largest logit."
         )
-
-
-def pause_token(cfg: RunConfig) -> int | None:
-    """The pause token's id if the method has one."""
-    from megaponder.ponder.settings import method_of
-
-    return getattr(method_of(cfg).options, "pause_token_id", None)
 
 
 def export(
@@ -66,22 +60,23 @@ def export(
     """Write the Hugging Face folder `out` of a checkpoint (or of a run's newest one).
 
     Vanilla models become GPT-NeoX, Llama or GPT-2 folders that load without remote code where these classes can hold
-    them; everything else carries the self-contained modelling file.  `dtype` (float32, bfloat16, float16) defaults to
+    them; everything else carries its modelling code.  `dtype` (float32, bfloat16, float16) defaults to
     the stored one; `tokenizer_path` to data.tokenizer.  The folder is loaded again and its logits, with and without
-    cache, are compared with the checkpoint's own forward (FP32, one process) before it gets its name.  For PonderLM-2
-    and PonderLM-3, whose decoding is what more and more refinements converge to, the cached logits are compared with
-    those of enough refinements.
+    cache, are compared with the checkpoint's own forward (FP32, one process) before it gets its name.  Where
+    decoding computes what a forward approximates (PonderLM-2 and PonderLM-3), the cached logits are compared with those
+    of a close enough approximation.
     Raises UserError when they differ by more than `tolerance` of the largest logit, or when `out` exists.
     """
     need_transformers("megaponder export")
     reference.check_tolerance(tolerance)
     source = locate(checkpoint)
     cfg, state = read_weights(source)
+    compose.decoding_class(cfg.ponder.method)  # its complaint comes first
     state = cast(state, dtype)
     out = Path(out)
     with folder.published(out, force) as temporary:
         reason = configs.why_not_native(cfg)
-        plain = names.to_plain(state, cfg.model, pause_token(cfg))
+        plain = names.to_plain(state, cfg.model, table_rows(cfg))
         tokens = tokenizer.write(cfg, temporary, tokenizer_path)
         write_model(cfg, plain, temporary, reason is None, tokens.eos_id, shard_bytes)
         count = sum(t.numel() for t in plain.values())
@@ -109,7 +104,7 @@ def write_model(
     eos: int | None,
     shard_bytes: int = folder.SHARD_BYTES,
 ) -> None:
-    """Weights, config.json, generation_config.json and, where needed, the modelling file."""
+    """Weights, config.json, generation_config.json and, where needed, the modelling code."""
     assert cfg.model.family is not None and cfg.model.num_heads is not None
     dtype = str(plain["model.embed_tokens.weight"].dtype).removeprefix("torch.")
     if as_native:
@@ -120,8 +115,8 @@ def write_model(
         tensors = native.to_native(plain, cfg.model.family, cfg.model.num_heads)
     else:
         config, tensors = configs.ponder_config(cfg, dtype, eos), plain
-        for name, content in code.composed().items():
-            (path / name).write_bytes(content)
+        for name, text in compose.files(cfg.ponder.method).items():
+            (path / name).write_bytes(text.encode())
     config["megaponder_version"] = __version__
     folder.write_json(path / "config.json", config)
     generation: dict[str, Any] = {"bos_token_id": eos, "eos_token_id": eos, "pad_token_id": eos}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from megaponder.config.yaml_file import is_unicode
 from megaponder.data.tokenizer import Tokenizer, load_tokenizer
 from megaponder.errors import ConfigError, UserError
 from megaponder.export.extra import need_transformers
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,8 @@ class Source:
     tokenizer: Tokenizer
     eos_id: int | None
     max_positions: int
+    has_cache: bool = True
+    close: Callable[[], None] = lambda: None
 
 
 def generate(
@@ -59,7 +65,8 @@ def generate(
     An empty prompt starts as a document does in training: after an end-of-document token.
     `tokenizer` defaults to the one that the source names; `device` to cuda where there is one.  Without `use_cache`
     every token recomputes the whole text: slow, the same text, for checking.  `trust_remote_code` runs the modelling
-    file of an export folder also where it is not this version's.
+    code of an export folder also where it is not this version's.  A checkpoint whose method has no decoding form runs
+    the whole text through training's forward for every token, and a warning says so.
     Raises UserError for values out of range, a source without tokenizer, or text that exceeds the longest sequence.
     """
     need_transformers("megaponder generate")
@@ -72,15 +79,18 @@ def generate(
     if temperature > 0:
         sampling = dict(do_sample=True, temperature=float(temperature), top_k=top_k, top_p=float(top_p))
     pad = 0 if loaded.eos_id is None else loaded.eos_id
-    out = loaded.model.generate(
-        ids,
-        attention_mask=mask,
-        max_new_tokens=max_new_tokens,
-        eos_token_id=loaded.eos_id,
-        pad_token_id=pad,
-        use_cache=use_cache,
-        **sampling,
-    )
+    try:
+        out = loaded.model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=loaded.eos_id,
+            pad_token_id=pad,
+            use_cache=use_cache and loaded.has_cache,
+            **sampling,
+        )
+    finally:
+        loaded.close()
     return [_finish(loaded, p, row) for p, row in zip(prompts, out[:, ids.shape[1] :].tolist(), strict=True)]
 
 
@@ -123,17 +133,25 @@ def _from_checkpoint(path: Path, tokenizer: str | None, device: str) -> Source:
     from megaponder.checkpoint.weights import load_weights
     from megaponder.export import names
     from megaponder.export.load import build_model
-    from megaponder.export.to_hf import pause_token
     from megaponder.export.tokenizer import NONE, find
+    from megaponder.inference.slow import TrainingForward
+    from megaponder.ponder.registry import decoding_class
+    from megaponder.ponder.settings import table_rows
 
     cfg, state = load_weights(path)
     words = find(cfg, tokenizer)
     if words is None or tokenizer == NONE:
         raise UserError(f"{path} names no tokenizer (data.tokenizer); name one.")
-    plain = names.to_plain(state, cfg.model, pause_token(cfg))
-    model = build_model(cfg, {name: t.float() if device == "cpu" else t for name, t in plain.items()}).to(device)
     eos = words.eod_id if cfg.data.eod_id is None else cfg.data.eod_id
     assert cfg.model.max_positions is not None
+    if decoding_class(cfg.ponder.method) is None:
+        log.warning(
+            "Method %s has no decoding form: each token runs training's forward over the whole text.", cfg.ponder.method
+        )
+        slow = TrainingForward(cfg, state)
+        return Source(slow, words, eos, cfg.model.max_positions, has_cache=False, close=slow.close)
+    plain = names.to_plain(state, cfg.model, table_rows(cfg))
+    model = build_model(cfg, {name: t.float() if device == "cpu" else t for name, t in plain.items()}).to(device)
     return Source(model, words, eos, cfg.model.max_positions)
 
 

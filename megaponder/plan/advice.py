@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megaponder.config.facts import MethodFacts, PassLike
+from megaponder.config.facts import MethodFacts, OwnParameters, PassLike
 from megaponder.config.fields import value_of
 from megaponder.config.rules import check
 from megaponder.config.rules.case import divisors
@@ -34,10 +34,10 @@ class Change:
 
 def savings(
     cfg: RunConfig, facts: MethodFacts, passes: Sequence[PassLike], world_size: int, gpu_bytes: float,
-    method_parameters: int, te: bool,
+    own: OwnParameters, te: bool,
 ) -> tuple[Change, ...]:  # fmt: skip
     """Legal changes that save memory: those that fit, the least costly first, then the others, largest saving first."""
-    found, now = [], fullest(cfg, facts, passes, world_size, method_parameters, te)
+    found, now = [], fullest(cfg, facts, passes, world_size, own, te)
     for field, values in _candidates(cfg):
         best: Change | None = None
         for value in values:
@@ -47,8 +47,8 @@ def savings(
                 check(one, facts, world)
             except ConfigError:
                 continue
-            settled = settle_graphs(one, facts, passes, world, gpu_bytes, method_parameters) if te else one
-            total = fullest(settled, facts, passes, world, method_parameters, te)
+            settled = settle_graphs(one, facts, passes, world, gpu_bytes, own) if te else one
+            total = fullest(settled, facts, passes, world, own, te)
             if best is None or total < best.total:
                 best = Change(field, value, world, total, total <= gpu_bytes)
             if best.fits:

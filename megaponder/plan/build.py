@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megaponder.config import budget
-from megaponder.config.facts import MethodFacts
+from megaponder.config.facts import MethodFacts, OwnParameters
 from megaponder.config.gpus import Gpu
 from megaponder.config.rules.layout import choose_group
 from megaponder.config.schema import RunConfig
@@ -68,6 +68,19 @@ class Plan:
         return data
 
 
+def own_parameters(method: Any, layers: int) -> OwnParameters:
+    """The method's own parameters, which are built to be counted."""
+
+    def count(modules: dict[str, Any]) -> int:
+        return sum(p.numel() for module in modules.values() for p in module.parameters())
+
+    return OwnParameters(
+        count(method.entry_modules()),
+        tuple(count(method.layer_modules(i)) for i in range(layers)),
+        count(method.exit_modules()),
+    )
+
+
 def build_plan(cfg: RunConfig, method: Any, facts: MethodFacts, world_size: int, mfu: float, gpu: Gpu) -> Plan:
     """The plan of a resolved and checked configuration with a known vocabulary.
 
@@ -78,7 +91,7 @@ def build_plan(cfg: RunConfig, method: Any, facts: MethodFacts, world_size: int,
     dp = world_size // (par.tensor * par.pipeline)
     m = cfg.train.global_batch // (cfg.train.micro_batch * dp)
     interleaved = par.pipeline > 1 and facts.max_passes > 1
-    own = sum(p.numel() for module in method.exit_modules().values() for p in module.parameters())
+    own = own_parameters(method, cfg.model.num_layers)
     passes = max(
         (method.passes(cfg.train.seed, step) for step in range(8)), key=lambda plan: sum(p.slots for p in plan)
     )

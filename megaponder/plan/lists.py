@@ -35,7 +35,7 @@ def print_presets(console: Console) -> None:
 def print_methods(console: Console) -> None:
     """Names, meanings and options of all pondering methods."""
     from megaponder.config.fields import attribute_docs
-    from megaponder.ponder.base import methods
+    from megaponder.ponder.registry import methods
 
     for name, cls in sorted(methods().items()):
         console.print(f"[bold]{name}[/bold]  {cls.summary}", highlight=False)

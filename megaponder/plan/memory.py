@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from megaponder.config import budget
-from megaponder.config.facts import MethodFacts, PassLike
+from megaponder.config.facts import MethodFacts, OwnParameters, PassLike
 from megaponder.config.in_flight import in_flight
 from megaponder.config.recompute import recomputed_layers
 from megaponder.config.rules.layout import choose_group
 from megaponder.config.schema import ModelConfig, RunConfig
-from megaponder.plan.parameters import Parameters, rank_parameters
+from megaponder.plan.parameters import NONE, Parameters, rank_parameters
 
 GIB = 2**30
 OVERHEAD = 2 * GIB
@@ -97,7 +97,7 @@ def _mlp_elements(model: ModelConfig) -> int:
 
 def rank_memory(
     cfg: RunConfig, facts: MethodFacts, passes: Sequence[PassLike], world_size: int, stage: int,
-    method_parameters: int = 0, te: bool = False, active: Sequence[float] | None = None,
+    own: OwnParameters = NONE, te: bool = False, active: Sequence[float] | None = None,
 ) -> Memory:  # fmt: skip
     """Memory of a rank of pipeline stage `stage`; the configuration is resolved, its vocabulary known and legal.
 
@@ -107,7 +107,7 @@ def rank_memory(
     assert model.num_layers and model.hidden_size
     dp = max(1, world_size // (par.tensor * par.pipeline))
     m = max(1, cfg.train.global_batch // (cfg.train.micro_batch * dp))
-    held = rank_parameters(cfg, facts, stage, method_parameters)
+    held = rank_parameters(cfg, facts, stage, own)
     group = par.microbatch_group or choose_group(m, par.pipeline) or par.pipeline
     held_at_once = in_flight(stage, par.pipeline, len(passes), m, group)
     flight = sum(held_at_once.places) if _captured(cfg, te) else held_at_once.passes
@@ -149,22 +149,22 @@ def rank_memory(
 
 
 def fullest(
-    cfg: RunConfig, facts: MethodFacts, passes: Sequence[PassLike], world_size: int, method_parameters: int, te: bool
+    cfg: RunConfig, facts: MethodFacts, passes: Sequence[PassLike], world_size: int, own: OwnParameters, te: bool
 ) -> int:
     """Bytes of the fullest stage's GPU."""
     stages = range(cfg.parallel.pipeline)
-    return max(rank_memory(cfg, facts, passes, world_size, s, method_parameters, te).total for s in stages)
+    return max(rank_memory(cfg, facts, passes, world_size, s, own, te).total for s in stages)
 
 
 def settle_graphs(
     cfg: RunConfig, facts: MethodFacts, passes: Sequence[PassLike], world_size: int, gpu_bytes: float,
-    method_parameters: int = 0,
+    own: OwnParameters = NONE,
 ) -> RunConfig:  # fmt: skip
     """`precision.cuda_graphs: auto` as false where captured passes do not fit on each stage's GPU but eager ones do."""
     eager = replace(cfg, precision=replace(cfg.precision, cuda_graphs=False))
 
     def worst(one: RunConfig) -> int:
-        return fullest(one, facts, passes, world_size, method_parameters, te=True)
+        return fullest(one, facts, passes, world_size, own, te=True)
 
     return eager if cfg.precision.cuda_graphs == "auto" and worst(eager) <= gpu_bytes < worst(cfg) else cfg
 

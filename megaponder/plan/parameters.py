@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from megaponder.config import budget
-from megaponder.config.facts import MethodFacts
+from megaponder.config.facts import MethodFacts, OwnParameters
 from megaponder.config.schema import ModelConfig, RunConfig
+
+NONE = OwnParameters()
 
 
 @dataclass(frozen=True)
@@ -46,20 +48,22 @@ def layer_parameters(model: ModelConfig, tensor: int = 1) -> Parameters:
     return Parameters(attention=attention, mlp=mlp, norms=2 * h if llama else 4 * h)
 
 
-def model_parameters(cfg: RunConfig, method_parameters: int = 0, padded: bool = False) -> Parameters:
+def model_parameters(cfg: RunConfig, own: OwnParameters = NONE, padded: bool = False) -> Parameters:
     """The whole model, with the true vocabulary or with the padded table of training."""
     assert cfg.model.num_layers and cfg.model.vocab_size
     rows = budget.padded_vocab(cfg) if padded else cfg.model.vocab_size
-    return _parts(cfg, 1, cfg.model.num_layers, rows, first=True, last=True, method=method_parameters)
+    return _parts(cfg, 1, cfg.model.num_layers, rows, first=True, last=True, method=own.on(slice(None), True, True))
 
 
-def rank_parameters(cfg: RunConfig, facts: MethodFacts, stage: int, method_parameters: int = 0) -> Parameters:
+def rank_parameters(cfg: RunConfig, facts: MethodFacts, stage: int, own: OwnParameters = NONE) -> Parameters:
     """What one rank of pipeline stage `stage` holds."""
     assert cfg.model.num_layers
     tp, pp = cfg.parallel.tensor, cfg.parallel.pipeline
     first, last = stage == 0, stage == pp - 1
     rows = budget.padded_vocab(cfg) // tp
-    parts = _parts(cfg, tp, cfg.model.num_layers // pp, rows, first, last, method_parameters if last else 0)
+    layers = cfg.model.num_layers // pp
+    method = own.on(slice(stage * layers, (stage + 1) * layers), first, last)
+    parts = _parts(cfg, tp, layers, rows, first, last, method)
     copied = last and not first and (facts.mixes_vocabulary or bool(cfg.model.tie_embeddings))
     return _with(parts, copies=rows * (cfg.model.hidden_size or 0) if copied else 0)
 

@@ -19,14 +19,14 @@ Shapes: s rows of this rank (sequence-sharded under sequence parallelism), b mic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from megaponder.errors import ConfigError
+from megaponder.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,10 @@ class Pass:
 class EntryTools(Protocol):
     """What the first stage offers to `enter`."""
 
+    @property
+    def modules(self) -> nn.ModuleDict:
+        """What `entry_modules` built."""
+
     def embed(self, ids_bn: Tensor, factor: float = 1.0) -> Tensor:
         """Embeddings [s, b, H] of ids [b, n*slots]: factor * scale * table[ids], plus learned positions if any."""
 
@@ -61,7 +65,7 @@ class ExitTools(Protocol):
 
     @property
     def modules(self) -> nn.ModuleDict:
-        """The method's own parameters, as `exit_modules` built them."""
+        """What `exit_modules` built."""
 
     def norm(self, h_sbh: Tensor) -> Tensor:
         """The final norm."""
@@ -108,6 +112,14 @@ class ExitTools(Protocol):
 
 class CoreAttention(Protocol):
     """Softmax attention of q rows over k rows, causal from the bottom right; `key_bias` [k rows, b] adds to logits."""
+
+    @property
+    def layer(self) -> int:
+        """The layer's number in the model, from 0."""
+
+    @property
+    def modules(self) -> nn.ModuleDict:
+        """What `layer_modules` built for this layer."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None = None) -> Tensor: ...
 
@@ -179,7 +191,8 @@ class Method:
     """A halted token needs no computation in training either: needed FLOPs count the active share of each pass.  The
     first rider is then the mask: 1.0 where a token takes part in the pass.  `enter` hands it on as it came."""
     stats: tuple[str, ...] = ()
-    """Names that `readout` fills in `Readout.stats`, the same on all ranks (see `stat_names`)."""
+    """Names that `readout` fills in `Readout.stats`, the same on all ranks (see `stat_names`).  Where a name has
+    `_rmse`, the root of the mean is shown."""
 
     def __init__(self, options: Any, shape: Shape):
         self.options, self.shape = options, shape
@@ -206,8 +219,20 @@ class Method:
         """(family, factor on output projections) where the config says `auto`: normal or trunc_normal."""
         return "normal", 1.0
 
+    # --- the method's own parameters, replicated over the tensor group ------------------------------------------------
+    def entry_modules(self) -> dict[str, nn.Module]:
+        """Modules on the first stage: `EntryTools.modules`."""
+        return {}
+
+    def layer_modules(self, layer: int) -> dict[str, nn.Module]:
+        """Modules of one layer of the model, counted from 0: `CoreAttention.modules`.
+
+        Under tensor parallelism `attend` has a part of the heads, so what these modules do must not mix heads.
+        """
+        return {}
+
     def exit_modules(self) -> dict[str, nn.Module]:
-        """The method's own parameters, on the last stage; replicated over the tensor group."""
+        """Modules on the last stage: `ExitTools.modules`."""
         return {}
 
     # --- the computation ----------------------------------------------------------------------------------------------
@@ -249,6 +274,18 @@ class Method:
         """Hidden states for the head, after the last pass on the last stage; `rows` come before the final norm."""
         return Readout(tools.norm(rows))
 
+    # --- decoding ----------------------------------------------------------------------------------------------------
+    def decides(self) -> bool:
+        """Whether a token's path hangs on comparisons (a threshold, a top k) that rounding may tip."""
+        return False
+
+    def towards_decoding(self, tokens: int) -> Iterator[Any]:
+        """Options with which a forward over so many tokens comes ever closer to what decoding computes.
+
+        None are given where every forward is that already.
+        """
+        return iter(())
+
     # --- accounting ---------------------------------------------------------------------------------------------------
     def extra_flops(self, p: Pass, vocab_size: int) -> float:
         """Forward FLOPs per token that pass p adds to the stack and the head (mixtures, gates), multiply-add = 2."""
@@ -265,57 +302,34 @@ def pass_count(default: int) -> int:
     return made
 
 
-def parse_options(cls: type[Method], values: Mapping[str, Any]) -> Any:
-    """Options of a method from the config's mapping; unknown names and wrong types are ConfigErrors."""
-    known = {f.name: f for f in fields(cls.Options)}
-    defaults = cls.Options()
-    for name, value in values.items():
-        if name not in known:
-            legal = ", ".join(known) or "none"
-            raise ConfigError(
-                f"ponder.options.{name}", value, f"{cls.name} has no such option", f"its options are: {legal}"
-            )
-        want = type(getattr(defaults, name))
-        if type(value) is int and want is float:
-            continue
-        if type(value) is not want:
-            raise ConfigError(
-                f"ponder.options.{name}",
-                value,
-                f"it must be of type {want.__name__}",
-                f"the default is {getattr(defaults, name)!r}",
-            )
-        most = known[name].metadata.get("most", 2**31 - 1)
-        if type(value) is int and value > most:
-            raise ConfigError(f"ponder.options.{name}", value, f"it must be at most {most:,}", f"the nearest is {most}")
-    return cls.Options(**values)
+def token_count(default: int) -> int:
+    """An option that counts tokens of the vocabulary, such as a top k; the rules compare the two."""
+    made: int = field(default=default, metadata={"counts_tokens": True})
+    return made
 
 
-_REGISTRY: dict[str, type[Method]] = {}
+def token_row(default: int, parameter: str) -> int:
+    """An option that names the row of the token table which the method uses as a parameter of its own.
+
+    The rules see to it that there is such a row; in an export one beyond the text's vocabulary is `method.PARAMETER`.
+    """
+    made: int = field(default=default, metadata={"parameter": parameter})
+    return made
+
+
+REGISTERED: dict[str, type[Method]] = {}
+"""By name; `ponder.registry` sees to it that all are there."""
 
 
 def register(cls: type[Method]) -> type[Method]:
-    """Class decorator: makes a method known by its name."""
-    _REGISTRY[cls.name] = cls
-    return cls
-
-
-def methods() -> dict[str, type[Method]]:
-    """All known methods by name."""
-    import megaponder.ponder.methods  # noqa: F401  registers the shipped ones
-
-    return dict(_REGISTRY)
-
-
-def build_method(name: str, options: Mapping[str, Any], shape: Shape) -> Method:
-    """The method of a config; refuses unknown names and options."""
-    known = methods()
-    if name not in known:
-        raise ConfigError(
-            "ponder.method", name, "there is no such method", f"known methods: {', '.join(sorted(known))}"
+    """Class decorator: makes a method known by its name; UserError where another one has it."""
+    other = REGISTERED.setdefault(cls.name, cls)
+    if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise UserError(
+            f"{cls.__module__}: the method name {cls.name!r} is taken by {other.__module__}; choose another."
         )
-    cls = known[name]
-    return cls(parse_options(cls, options), shape)
+    REGISTERED[cls.name] = cls
+    return cls
 
 
 def depth_scaled(shape: Shape, passes: int) -> tuple[str, float]:

@@ -1,18 +1,22 @@
-"""The methods' pages in docs/methods, made from the source: formula and choices from a module's docstring, options from
-the docstrings of its `Options`, passes and costs from the plan.
+"""The methods' pages in docs/methods, made from each method's folder: formula and choices from the docstring of its
+training form, decoding from that of its decoding form, options from the docstrings of its `Options`, passes and costs
+from the plan.
 
     python -m megaponder.ponder.pages docs/methods
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import importlib.util
 import inspect
 import sys
 from pathlib import Path
 
 from megaponder.config.fields import attribute_docs
-from megaponder.ponder.base import Method, Pass, Shape, build_method, methods
+from megaponder.ponder.base import Method, Pass, Shape
+from megaponder.ponder.registry import build_method, decoding_module, methods
 
 HEAD = "<!-- Made by `python -m megaponder.ponder.pages docs/methods` from the source; edit that. -->\n"
 
@@ -22,6 +26,7 @@ def page(cls: type[Method]) -> str:
     module = inspect.getmodule(cls)
     assert module is not None and module.__doc__ is not None
     text = [HEAD, f"# {cls.name}\n", f"{cls.summary[0].upper()}{cls.summary[1:]}.\n", module.__doc__.strip()]
+    text.append(f"\n## Decoding\n\n{_decoding(cls)}")
     text.append("\n## Options (`ponder.options`)\n")
     docs = {name: " ".join(doc.split()) for name, doc in attribute_docs(cls.Options).items()}
     rows = [f"| `{f.name}` | `{f.default}` | {docs.get(f.name, '')} |" for f in dataclasses.fields(cls.Options)]
@@ -38,6 +43,18 @@ def page(cls: type[Method]) -> str:
     if any(holds for _, holds in kind):
         text.append("\n" + "\n".join(f"* {what}" for what, holds in kind if holds))
     return "\n".join(text).rstrip() + "\n"
+
+
+def _decoding(cls: type[Method]) -> str:
+    """What the decoding form says of itself; it is read, not imported, for that needs transformers."""
+    name = decoding_module(cls)
+    if name is None:
+        return "There is no decoding form: `generate` runs training's forward over the whole text for every token."
+    spec = importlib.util.find_spec(name)
+    assert spec is not None and spec.origin is not None
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    (form,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__]
+    return ast.get_docstring(form) or ast.get_docstring(tree) or ""
 
 
 def _row(p: Pass) -> str:

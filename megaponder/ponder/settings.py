@@ -3,20 +3,45 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 
 from megaponder.config.facts import facts_of
 from megaponder.config.resolve import init_std
 from megaponder.config.rules import Case, model
 from megaponder.config.rules.run import counts_are_possible
 from megaponder.config.schema import RunConfig
-from megaponder.ponder.base import Method, Shape, build_method
+from megaponder.errors import UserError
+from megaponder.ponder.base import Method, Shape
+from megaponder.ponder.plugins import is_loaded, load_plugin
+from megaponder.ponder.registry import build_method, methods
 
 
 def method_of(cfg: RunConfig) -> Method:
-    """The method of a resolved config."""
+    """The method of a resolved config.
+
+    A plugin that the config names is not run here, for the config may be a checkpoint's: see `use_plugin`.
+    """
     m = cfg.model
     assert m.family is not None and m.num_layers is not None and m.hidden_size is not None, "the config is not resolved"
+    if cfg.ponder.plugin and cfg.ponder.method not in methods() and not is_loaded(cfg.ponder.plugin):
+        raise UserError(
+            f"ponder.method = {cfg.ponder.method!r}: it comes from the plugin {cfg.ponder.plugin}, whose code is run "
+            "only if you name it yourself, with --plugin PATH."
+        )
     return build_method(cfg.ponder.method, cfg.ponder.options, Shape(m.family, m.num_layers, m.hidden_size))
+
+
+def use_plugin(cfg: RunConfig) -> None:
+    """Run the plugin of a configuration that is the user's own, not one that came with a checkpoint."""
+    if cfg.ponder.plugin is not None:
+        load_plugin(cfg.ponder.plugin)
+
+
+def table_rows(cfg: RunConfig) -> dict[str, int]:
+    """Rows of the token table that are the method's own parameters, by the parameter's name (`base.token_row`)."""
+    options = method_of(cfg).options
+    kind = "parameter"
+    return {f.metadata[kind]: getattr(options, f.name) for f in fields(options) if kind in f.metadata}
 
 
 def embedding_scale(cfg: RunConfig, method: Method) -> float:

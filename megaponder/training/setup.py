@@ -44,9 +44,10 @@ MEANING = ("model.norm_eps",)
 
 def complete(cfg: RunConfig) -> RunConfig:
     """Resolved, filled from the datasets and checked; ConfigError or UserError for the first mistake."""
-    from megaponder.ponder.settings import method_of
+    from megaponder.ponder.settings import method_of, use_plugin
 
     cfg = resolve(cfg)
+    use_plugin(cfg)
     cfg = fill_from_data(cfg, check_data(cfg))
     world, machine = launcher.place().world_size, this_machine()
     method = method_of(cfg)

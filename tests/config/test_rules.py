@@ -15,7 +15,8 @@ from megaponder.config.facts import MethodFacts, facts_of
 from megaponder.config.rules import RULES, Machine, check
 from megaponder.config.rules.layout import choose_group, group_fits
 from megaponder.errors import ConfigError
-from megaponder.ponder.base import Shape, build_method
+from megaponder.ponder.base import Shape
+from megaponder.ponder.registry import build_method
 from tests.config.make import config
 
 CPU = Machine("cpu")
@@ -57,8 +58,10 @@ BROKEN: list[Broken] = [
     broken("data.sequence_length", "max_positions = 1024", model__preset="gpt2-small"),
     broken("data.sequence_length", "at least 1", data__sequence_length=0),
     broken("data.eod_id", "an id of the vocabulary", data__eod_id=50304),
-    broken("ponder.options.topk", "at most model.vocab_size", facts=MethodFacts(topk=60000)),
-    broken("ponder.options.pause_token_id", "nearest is 50303", facts=MethodFacts(pause_token_id=50304)),
+    broken("ponder.options.topk", "at most model.vocab_size", facts=MethodFacts(token_counts={"topk": 60000})),
+    broken(
+        "ponder.options.pause_token_id", "nearest is 50303", facts=MethodFacts(token_rows={"pause_token_id": 50304})
+    ),
     broken("data.split", "three numbers", data__split="9,1"),
     broken("data.split", "three numbers", data__split="9,x,1"),
     broken("data.split", "training part", data__split="0,9,1"),

@@ -10,6 +10,7 @@ from megaponder.config.schema import DataConfig, ModelConfig, PonderConfig, RunC
 from megaponder.export import names, reference
 from megaponder.export.modeling_megaponder import MegaponderForCausalLM
 from megaponder.export.save import save_weights
+from megaponder.ponder.settings import table_rows
 from tests.export import models
 
 
@@ -43,7 +44,7 @@ def write(net: MegaponderForCausalLM, run: Path, **data: Any) -> RunConfig:
     plain = dict(net.state_dict())
     if cfg.model.tie_embeddings:
         del plain["lm_head.weight"]
-    state = names.to_stage(plain, cfg.model, cfg.ponder.options.get("pause_token_id"))
+    state = names.to_stage(plain, cfg.model, table_rows(cfg))
     with reference.engine(cfg, state) as engine:
         save_weights(run / "checkpoints", cfg, engine.stage)
     return cfg

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megaponder.decoding.backbone import weigh
+from megaponder.decoding.cache import PonderCache
 from megaponder.export import names
-from megaponder.export.modeling_megaponder import MegaponderForCausalLM, PonderCache, weigh
+from megaponder.export.modeling_megaponder import MegaponderForCausalLM
 from tests.export import checkpoints, models
 from tests.export.models import ids
 from tests.oracles.reference import Oracle

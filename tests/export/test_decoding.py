@@ -140,7 +140,7 @@ def test_topk_takes_ties_in() -> None:
     net = model("pythia", "ponderlm", method_options={"steps": 1, "topk": 1})
     h = ids(1, 3).new_zeros(1, 3, 32).float()  # every logit is 0: all tokens tie with the first
     mean = net.model.embed_tokens.weight.mean(0) * net.config.embedding_scale
-    close(net.ponder.mixture(net, h), mean.expand(1, 3, -1))
+    close(net.ponder.mixture(net, h, net.ponder.options["topk"]), mean.expand(1, 3, -1))
 
 
 def test_mistakes_are_named() -> None:
@@ -150,7 +150,7 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match=r"attention_mask has shape \(1, 2\); it must be \(1, 3\)"):
         net(ids(1, 3), attention_mask=torch.ones(1, 2))
     for wrong, words in (
-        (dict(method="unknown"), "must be one of vanilla, loop"),
+        (dict(method="unknown"), "must be one of adaponderlm, "),
         (dict(family="bert"), "must be pythia"),
         (dict(method="loop", method_options={"step": 1}), "no option"),
     ):

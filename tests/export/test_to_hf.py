@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from megaponder.errors import UserError
-from megaponder.export import configs, extra, to_hf
+from megaponder.export import compose, configs, extra, to_hf
 from megaponder.export.from_hf import import_hf
 from megaponder.export.to_hf import export
 from tests.export import checkpoints
@@ -83,16 +83,32 @@ torch.save([model(ids).logits.detach(), text], sys.argv[3])
 """
 
 
-def test_folder_stands_on_its_own(tmp_path: Path) -> None:
-    """In a fresh process, through AutoModel and trust_remote_code, without this project; saved and loaded again."""
-    net = checkpoints.make("pythia", "ponderlm", tmp_path / "run")
-    export(tmp_path / "run", tmp_path / "a-model.v1")
-    script = tmp_path / "fresh.py"
-    script.write_text(FRESH)
-    command = [sys.executable, str(script), *(str(tmp_path / n) for n in ("a-model.v1", "saved", "out.pt"))]
-    env = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
-    ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+def in_a_fresh_process(script: str, folder: Path, *args: str) -> None:
+    """Run a script that must not need this project, with a cache of remote code of its own."""
+    (folder / "fresh.py").write_text(script)
+    command = [sys.executable, "fresh.py", *args]
+    env = os.environ | {"HF_MODULES_CACHE": str(folder / f"modules-{args[0]}"), "HF_HUB_OFFLINE": "1"}
+    ran = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_folder_stands_on_its_own(tmp_path: Path) -> None:
+    """In fresh processes, through AutoModel and trust_remote_code, without this project; saved and loaded again."""
+    net = checkpoints.make("pythia", "ponderlm", tmp_path / "run")
+    done = export(tmp_path / "run", tmp_path / "a-model.v1")
+    code_files = {name for name in done.files if name.endswith(".py")}
+    assert code_files == {
+        *("modeling_megaponder.py", "configuration.py", "cache.py", "passes.py", "backbone.py", "method.py"),
+        *("method_ponderlm.py", "model.py"),
+    }
+    in_a_fresh_process(FRESH, tmp_path, "a-model.v1", "saved", "out.pt")
+    assert {p.name for p in (tmp_path / "saved").glob("*.py")} == code_files
+    for name in code_files:
+        assert (tmp_path / "saved" / name).read_bytes() == (tmp_path / "a-model.v1" / name).read_bytes()
+    (tmp_path / "a-model.v1").rename(tmp_path / "gone")
+    in_a_fresh_process(FRESH, tmp_path, "saved", "again", "again.pt")
+    for first, second in zip(torch.load(tmp_path / "out.pt"), torch.load(tmp_path / "again.pt"), strict=True):
+        assert torch.equal(first, second)
     logits, text = torch.load(tmp_path / "out.pt")
     batch = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
     with torch.no_grad():
@@ -145,11 +161,10 @@ def test_a_folder_that_differs_is_not_published(tmp_path: Path, monkeypatch: pyt
 
 def test_a_cache_that_differs_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints.make("llama", "loop", tmp_path / "run")
-    broken = tmp_path / "broken.py"
-    source = configs.SOURCE.read_text()
-    broken.write_text(source.replace("index * len(self.layers) + i", "i"))  # all passes share one cache
-    assert broken.read_text() != source
-    monkeypatch.setattr(configs, "SOURCE", broken.rename(tmp_path / configs.SOURCE.name))
+    files = compose.files("loop")
+    broken = files["backbone.py"].replace("index * len(self.layers) + i", "i")  # all passes share one cache
+    assert broken != files["backbone.py"]
+    monkeypatch.setattr(compose, "files", lambda method: files | {"backbone.py": broken})
     with pytest.raises(UserError, match="logits with its cache differ"):
         export(tmp_path / "run", tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
@@ -201,3 +216,14 @@ def test_transformers_is_named_where_it_is_absent(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(extra, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r'pip install "megaponder\[export\]"'):
         export(tmp_path, tmp_path / "hf")
+
+
+def test_a_methods_parameters_keep_their_places() -> None:
+    net = checkpoints.models.model("llama", "loop")
+    cfg = checkpoints.run_config(net, Path("run"))
+    plain = dict(net.state_dict())
+    own = {"method_entry.inject.weight": torch.ones(2), "method_layers.1.blend.bias": torch.ones(1)}
+    stage = to_hf.names.to_stage(plain | own | {"method.gate.weight": torch.ones(3)}, cfg.model)
+    assert {*own, "method_modules.gate.weight"} == {name for name in stage if name.startswith("method_")}
+    back = to_hf.names.to_plain(stage, cfg.model)
+    assert back.keys() == {*plain, *own, "method.gate.weight"}

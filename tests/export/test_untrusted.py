@@ -94,10 +94,11 @@ def test_a_file_that_changes_after_the_comparison_does_not_run(folder: Path, mon
 
 
 def test_an_export_may_be_of_several_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = (folder / FILE).read_bytes()
-    ours = {"front.py": b"from .back import MegaponderForCausalLM\nfrom . import beside\n", "back.py": whole}
+    ours = code.composed("ponderlm")
+    ours["back.py"] = ours.pop(FILE)
+    ours["front.py"] = b"from .back import MegaponderForCausalLM\nfrom . import beside\n"
     ours["beside.py"] = b"from . import front\n"  # in a circle
-    monkeypatch.setattr(code, "composed", lambda: ours)
+    monkeypatch.setattr(code, "composed", lambda method: ours)
     for name, content in ours.items():
         (folder / name).write_bytes(content)
     (folder / FILE).write_text("raise SystemExit('a file that nobody needs')")

@@ -188,7 +188,7 @@ def disturb(named: Iterable[tuple[str, Any]]) -> None:
     import torch
 
     for name, parameter in named:
-        own = name.startswith("method_modules.")
+        own = name.startswith("method_")
         if (parameter.dim() == 1 or own) and not getattr(parameter, "tensor_model_parallel", False):
             draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             noise = torch.randn(parameter.shape, generator=draw).to(parameter)

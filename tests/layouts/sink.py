@@ -1,7 +1,8 @@
 """A method that uses everything the interface offers at once; the layout matrix runs on it like on any other.
 
 Growing slots, feedback of several slots, riders with and without gradient, key bias, K/V carried between passes,
-carries on both ends, a vocabulary mixture, exit modules, an auxiliary loss and a statistic.
+carries on both ends, a vocabulary mixture, modules on the first stage, in layers and on the last stage, an auxiliary
+loss and a statistic.
 """
 
 from __future__ import annotations
@@ -24,6 +25,12 @@ class Sink(Method):
     def passes(self, seed: int, step: int) -> tuple[Pass, ...]:
         return (Pass(0, False, 1, 1), Pass(1, False, 2, 2), Pass(2, True, 2))
 
+    def entry_modules(self) -> dict[str, nn.Module]:
+        return {"inject": nn.Linear(self.shape.hidden_size, self.shape.hidden_size)}
+
+    def layer_modules(self, layer: int) -> dict[str, nn.Module]:
+        return {"blend": nn.Linear(2, 1)} if layer != 1 else {}
+
     def exit_modules(self) -> dict[str, nn.Module]:
         return {"gate": nn.Linear(self.shape.hidden_size, 1)}
 
@@ -35,13 +42,17 @@ class Sink(Method):
         nothing = torch.zeros_like(feedback.riders[: e.shape[0]])
         if p.index == 1:
             return Flow(interleave([e, feedback.rows]), interleave([nothing, feedback.riders]))
-        latent = slot(feedback.rows, 2, 1) + 0.5 * slot(feedback.rows, 2, 0)
+        latent = slot(feedback.rows, 2, 1) + tools.modules["inject"](slot(feedback.rows, 2, 0))
         return Flow(interleave([e, latent]), interleave([nothing, slot(feedback.riders, 2, 1)]))
 
     def attend(self, p, q, k, v, riders, kept, core):  # type: ignore[no-untyped-def]
         bias, active = riders[..., 0], riders[..., 1] > 0.5
         if p.index == 1:
-            v = v + 0.3 * kept[1].repeat_interleave(2, dim=0)
+            before = kept[1].repeat_interleave(2, dim=0)
+            mixed = 0.3 * before
+            if "blend" in core.modules:
+                mixed = core.modules["blend"](torch.stack([v, before], dim=-1))[..., 0]
+            v = v + mixed
         if p.index == 2:
             keep = active[..., None, None]
             k, v = torch.where(keep, k, kept[0]), torch.where(keep, v, kept[1])

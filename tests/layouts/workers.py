@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tests.gpu import one_card
 from tests.layouts.cases import CASES, LAYOUTS, LENGTH, SEQUENCES, VOCAB, WHOLE, Layout, cases_of, disturb, run_config
+
+HALFWAY = Path(__file__).parents[1] / "ponder" / "halfway"
+"""The worked example of CONTRIBUTING.md, which is loaded as a user's plugin is."""
 
 
 def batches(layout: Layout, dp_rank: int) -> list[Any]:
@@ -49,9 +53,11 @@ def run_layout(layout: str, cases: list[str]) -> dict[str, Any]:
     torch.set_num_threads(1)
     install()
     from megaponder.engine.build import build_engine
+    from megaponder.ponder.plugins import load_plugin
     from megaponder.ponder.settings import method_of
     from tests.layouts import sink  # noqa: F401  registers the test method
-    from tests.ponder import halfway  # noqa: F401  and the worked example
+
+    load_plugin(HALFWAY)
 
     shape, results = LAYOUTS[layout], {}
     for name in cases:

@@ -79,7 +79,7 @@ def ponderlm3(o: Oracle, ids: Tensor, options: dict[str, Any], labels: Tensor | 
 
 def _pruned(o: Oracle, ids: Tensor, options: dict[str, Any], labels: Tensor | None) -> Result:
     """A fixed number of passes for each position: floor(depth), or one more."""
-    from megaponder.ponder.methods.baselines import spread
+    from megaponder.ponder.methods.pruned_ponderlm.training import spread
 
     t, extra = torch.arange(len(ids)), options["depth"] % 1
     if options.get("by", "random") == "random":

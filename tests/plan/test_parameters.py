@@ -62,3 +62,16 @@ def test_a_mixture_needs_a_copy_of_the_table_on_the_last_stage() -> None:
     assert [rank_parameters(cfg, mixing, stage).copies for stage in range(2)] == [0, 50304 * 2048]
     cfg.parallel.pipeline = 1
     assert rank_parameters(cfg, mixing, 0).copies == 0
+
+
+def test_a_methods_own_parameters_are_counted_where_they_lie() -> None:
+    from megaponder.plan.build import own_parameters
+    from megaponder.ponder.settings import method_of
+    from tests.layouts import sink  # noqa: F401  registers the test method
+
+    shape = {"family": "llama", "num_layers": 4, "hidden_size": 8, "num_heads": 2, "vocab_size": 50, "ffn_size": 16}
+    cfg = config(model=shape, ponder={"method": "sink"}, parallel={"pipeline": 2})
+    own = own_parameters(method_of(cfg), 4)
+    assert (own.entry, own.layers, own.exit) == (8 * 8 + 8, (3, 0, 3, 3), 8 + 1)
+    assert model_parameters(cfg, own).method == 72 + 9 + 9
+    assert [rank_parameters(cfg, MethodFacts(), stage, own).method for stage in range(2)] == [72 + 3, 6 + 9]

@@ -13,10 +13,11 @@ from torch import Tensor
 from megaponder.engine import depth
 from megaponder.engine.message import pack, rider_width, unpack
 from megaponder.errors import ConfigError
-from megaponder.ponder.base import Flow, Shape, build_method
+from megaponder.ponder.base import Flow, Shape
 from megaponder.ponder.halting import ramp, smallest
-from megaponder.ponder.methods.baselines import fixed_depth
-from megaponder.ponder.methods.ponderlm3 import log_tails
+from megaponder.ponder.methods.ponderlm3.training import log_tails
+from megaponder.ponder.methods.pruned_ponderlm.training import fixed_depth
+from megaponder.ponder.registry import build_method
 
 SHAPE = Shape("llama", 2, 32)
 

@@ -30,21 +30,18 @@ def eod_is_a_token(c: Case) -> None:
         )
 
 
-def pause_token_is_a_row(c: Case) -> None:
-    """The pause token has a row of its own in the embedding table."""
-    token, vocab = c.facts.pause_token_id, c.cfg.model.vocab_size
-    if token is not None and vocab is not None:
+def method_fits_the_vocabulary(c: Case) -> None:
+    """A token that the method needs has a row of its own in the embedding table; a top k is at most every token."""
+    vocab = c.cfg.model.vocab_size
+    if vocab is None:
+        return
+    for option, token in c.facts.token_rows.items():
         rule = f"it must be a row of the vocabulary of model.vocab_size = {vocab}"
         fix = f"the nearest is {vocab - 1}, or raise model.vocab_size by one and use {vocab}"
-        require(token < vocab, "ponder.options.pause_token_id", token, rule, fix)
-
-
-def topk_is_within_the_vocabulary(c: Case) -> None:
-    """A mixture keeps at most every token."""
-    topk, vocab = c.facts.topk, c.cfg.model.vocab_size
-    if vocab is not None:
+        require(token < vocab, f"ponder.options.{option}", token, rule, fix)
+    for option, count in c.facts.token_counts.items():
         rule = f"it must be at most model.vocab_size = {vocab}"
-        require(topk <= vocab, "ponder.options.topk", topk, rule, "use 0 for the whole vocabulary")
+        require(count <= vocab, f"ponder.options.{option}", count, rule, "use 0 for the whole vocabulary")
 
 
 def split_is_three_parts(c: Case) -> None:
@@ -128,8 +125,7 @@ def _like(path: Path, suffix: str) -> str:
 RULES: tuple[Rule, ...] = (
     sequence_fits,
     eod_is_a_token,
-    pause_token_is_a_row,
-    topk_is_within_the_vocabulary,
+    method_fits_the_vocabulary,
     split_is_three_parts,
     blends_are_well_formed,
     accepted_datasets_are_used,

@@ -1,13 +1,10 @@
-"""The shipped methods, one file each; importing this package registers them."""
+"""The shipped methods, one folder each: `training.py` and `decoding.py`.  Importing this package registers them.
 
-from megaponder.ponder.methods import (  # noqa: F401
-    adaponderlm,
-    adaptive_cot,
-    baselines,
-    loop,
-    pause,
-    ponderlm,
-    ponderlm2,
-    ponderlm3,
-    vanilla,
-)
+Families share through the folders `latents` (ponderlm2, ponderlm3) and `aligned` (adaponderlm and the baselines).
+"""
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+for folder in iter_modules(__path__):
+    import_module(f"{__name__}.{folder.name}.training")

@@ -25,6 +25,7 @@ from megaponder.ponder.base import (
     pass_count,
     register,
     slot,
+    token_row,
 )
 
 
@@ -39,7 +40,7 @@ class Pause(Method):
     class Options:
         pauses: int = pass_count(3)
         """M: pause slots after every token."""
-        pause_token_id: int = 50288
+        pause_token_id: int = token_row(50288, "pause")
         """Row of the embedding table that serves as pause token (a padding row of the GPT-NeoX vocabulary)."""
 
         def __post_init__(self) -> None:

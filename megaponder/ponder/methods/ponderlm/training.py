@@ -15,7 +15,17 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megaponder.errors import ConfigError
-from megaponder.ponder.base import EntryTools, ExitTools, Flow, Method, Pass, depth_scaled, pass_count, register
+from megaponder.ponder.base import (
+    EntryTools,
+    ExitTools,
+    Flow,
+    Method,
+    Pass,
+    depth_scaled,
+    pass_count,
+    register,
+    token_count,
+)
 
 
 @register
@@ -30,7 +40,7 @@ class PonderLM(Method):
     class Options:
         steps: int = pass_count(3)
         """S: pondering steps; the model runs S + 1 passes."""
-        topk: int = 0
+        topk: int = token_count(0)
         """Tokens in the mixture; 0 means the whole vocabulary."""
         multiply_by_steps: bool = False
         """Multiply the token embedding by S (true in the official 410M, 1B and 1.4B scripts)."""
@@ -68,6 +78,9 @@ class PonderLM(Method):
 
     def leave(self, p: Pass, rows: Tensor, riders: Tensor | None, carry: dict[str, Tensor], tools: ExitTools) -> Flow:
         return Flow(tools.mixture(tools.norm(rows), self.options.topk))
+
+    def decides(self) -> bool:
+        return bool(self.options.topk > 0)
 
     def extra_flops(self, p: Pass, vocab_size: int) -> float:
         if p.last:

@@ -134,6 +134,9 @@ class AdaptiveCot(Method):
         gates = [(carry[f"gate{i}"], carry[f"asked{i}"]) for i in range(self.options.steps)]
         return Readout(carry["out"], self.options.cost_weight * carry["cost"].sum(), depth=carry["depth"], gates=gates)
 
+    def decides(self) -> bool:
+        return True
+
     def extra_flops(self, p: Pass, vocab_size: int) -> float:
         if p.last:
             return 0.0

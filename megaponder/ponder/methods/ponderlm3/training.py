@@ -31,7 +31,7 @@ from megaponder.ponder.base import (
     slot,
 )
 from megaponder.ponder.halting import at_least, fraction, linear32, ordered, ramp
-from megaponder.ponder.methods.ponderlm2 import LatentMethod, LatentOptions
+from megaponder.ponder.methods.latents.training import LatentMethod, LatentOptions
 
 
 def log_tails(a: Tensor) -> Tensor:

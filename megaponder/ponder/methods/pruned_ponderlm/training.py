@@ -1,9 +1,7 @@
-"""Baselines for comparisons at equal FLOPs: PonderLM whose tokens stop by a rule that is not learned.
+"""Fixed pruning: PonderLM with a fixed number of passes for each position, at random or evenly spaced, at a chosen mean
+depth; a baseline for comparisons at equal FLOPs.
 
-`pruned_ponderlm` fixes how many passes each position gets, at random or evenly spaced, at a chosen mean depth.
-`confident_ponderlm` exits as soon as the model is sure of its next token, after Confident Adaptive Language Modeling
-(arXiv 2207.07061): train with threshold 1 (never exits), calibrate the threshold on held-out text
-(`benchmarks/calibrate.py`), evaluate with it.  Fewer passes for all tokens are `ponderlm` with fewer `steps`.
+Fewer passes for all tokens are `ponderlm` with fewer `steps`.
 """
 
 from __future__ import annotations
@@ -14,9 +12,9 @@ import torch
 from torch import Tensor
 
 from megaponder.errors import ConfigError
-from megaponder.ponder.base import ExitTools, Pass, pass_count, register
-from megaponder.ponder.halting import at_least, fraction
-from megaponder.ponder.methods.aligned import AlignedHalting
+from megaponder.ponder.base import ExitTools, Pass, pass_count, register, token_count
+from megaponder.ponder.halting import at_least
+from megaponder.ponder.methods.aligned.training import AlignedHalting
 
 
 def spread(positions: Tensor, seed: int) -> Tensor:
@@ -58,7 +56,7 @@ class PrunedPonderLM(AlignedHalting):
         """Who gets one pass more: random or position (evenly spaced)."""
         seed: int = 0
         """Of the random choice."""
-        topk: int = 0
+        topk: int = token_count(0)
         """Tokens in the mixture; 0 means the whole vocabulary."""
 
         def __post_init__(self) -> None:
@@ -76,32 +74,3 @@ class PrunedPonderLM(AlignedHalting):
     ) -> tuple[None, Tensor]:
         o = self.options
         return None, fixed_depth(tools.positions_sb, o.depth, o.by, o.seed) > p.index + 1
-
-
-@register
-class ConfidentPonderLM(AlignedHalting):
-    """Early exit by confidence."""
-
-    name = "confident_ponderlm"
-    summary = "baseline: ponderlm whose tokens exit once their best next token is likely enough"
-
-    @dataclass
-    class Options:
-        steps: int = pass_count(3)
-        """S: pondering steps; a token runs at most S + 1 passes."""
-        threshold: float = 1.0
-        """Exit when the largest next-token probability reaches this; 1 never exits (use it for training)."""
-        topk: int = 0
-        """Tokens in the mixture; 0 means the whole vocabulary."""
-
-        def __post_init__(self) -> None:
-            at_least(self, "steps", 1)
-            at_least(self, "topk", 0)
-            fraction(self, "threshold")
-
-    def decide(
-        self, p: Pass, state: Tensor, active: Tensor, carry: dict[str, Tensor], tools: ExitTools
-    ) -> tuple[None, Tensor]:
-        if self.options.threshold >= 1.0:
-            return None, torch.ones_like(active)
-        return None, tools.agree(tools.confidence(state)) < self.options.threshold

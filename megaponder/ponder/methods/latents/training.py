@@ -1,20 +1,11 @@
-"""PonderLM-2: every token thinks K latent thoughts, states of the stack that are fed back as rows of their own.
-
-    rows of token t: c We[id_t], z_1 .. z_K (token-major, all at position t);   h = N(Stack(rows))
-    K initial passes, of 1 .. K rows a token:  z_1 .. z_{k+1} <- h_0 .. h_k
-    J Jacobi refinements of K + 1 rows:        z_1 .. z_K <- h_0 .. h_{K-1}
-    final pass:                                logits = h_K Wo^T
-
-Every gradient flows.  `softmax_feedback` feeds softmax(h Wo^T) (c We) instead of h.  Source: arXiv 2509.23184 and its
-code.  That draws J for every forward call and rank; here it is drawn from (seed, step), the same on all ranks.
-"""
+"""Latent thoughts: the passes and rows that PonderLM-2 and PonderLM-3 share; `ponderlm2` has the formula."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -26,12 +17,9 @@ from megaponder.ponder.base import (
     Flow,
     Method,
     Pass,
-    Readout,
-    Shape,
     depth_scaled,
     interleave,
     pass_count,
-    register,
     slot,
 )
 from megaponder.ponder.halting import at_least
@@ -82,7 +70,7 @@ class LatentMethod(Method):
         if p.reads is not None:
             moved = (latents.detach().float() - carry["latents"].float()).square().mean(-1)
             per_token = moved.unflatten(0, (-1, p.feedback_slots)).mean(1)
-            carry[f"jacobi{p.index - self.options.latents}"] = (per_token * tools.valid_sb).sum()
+            carry[f"jacobi_rmse{p.index - self.options.latents}"] = (per_token * tools.valid_sb).sum()
         carry["latents"] = latents.detach()
 
     @staticmethod
@@ -90,7 +78,16 @@ class LatentMethod(Method):
         return {name: value for name, value in carry.items() if name.startswith("jacobi")}
 
     def stat_names(self, plan: Sequence[Pass]) -> tuple[str, ...]:
-        return (*self.stats, *(f"jacobi{i}" for i in range(len(plan) - 1 - self.options.latents)))
+        return (*self.stats, *(f"jacobi_rmse{i}" for i in range(len(plan) - 1 - self.options.latents)))
+
+    def towards_decoding(self, tokens: int) -> Iterator[Any]:
+        """More and more refinements, up to as many as are always enough."""
+        most = self.options.latents * (tokens - 1)
+        refinements = min(max(self.options.jacobi, 8), most)
+        yield replace(self.options, jacobi=refinements)
+        while refinements < most:
+            refinements = min(2 * refinements, most)
+            yield replace(self.options, jacobi=refinements)
 
     def embedding_scale(self) -> float:
         return math.sqrt(2.5 * self.shape.hidden_size)  # times std sqrt(2/(5H)) = 1, the RMS of the states beside it
@@ -106,47 +103,3 @@ class LatentMethod(Method):
             return Flow(carry["embedding"])
         latents = p.slots - 1
         return Flow(interleave([carry["embedding"], *(slot(feedback.rows, latents, i) for i in range(latents))]))
-
-
-@register
-class PonderLM2(LatentMethod):
-    """Latent thoughts."""
-
-    name = "ponderlm2"
-    summary = "latents extra rows per token, refined by jacobi parallel iterations"
-
-    @dataclass
-    class Options(LatentOptions):
-        softmax_feedback: bool = False
-        """Feed back the expected embedding instead of the state (the official `interpolation`)."""
-        topk: int = 0
-        """Tokens in that mixture; 0 means the whole vocabulary."""
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            at_least(self, "topk", 0)
-
-    def __init__(self, options: Any, shape: Shape):
-        super().__init__(options, shape)
-        self.mixes_vocabulary = options.softmax_feedback
-        self.final_reads = (options.latents,)
-
-    def embedding_scale(self) -> float:
-        return math.sqrt(self.shape.hidden_size) if self.options.softmax_feedback else super().embedding_scale()
-
-    def leave(self, p: Pass, rows: Tensor, riders: Tensor | None, carry: dict[str, Tensor], tools: ExitTools) -> Flow:
-        h = tools.norm(rows)
-        latents = tools.mixture(h, self.options.topk) if self.options.softmax_feedback else h
-        self._watch(p, latents, carry, tools)
-        return Flow(latents)
-
-    def readout(
-        self, p: Pass, rows: Tensor, riders: Tensor | None, carry: dict[str, Tensor], tools: ExitTools
-    ) -> Readout:
-        return Readout(tools.norm(rows), stats=self._residuals(carry))
-
-    def extra_flops(self, p: Pass, vocab_size: int) -> float:
-        if p.last or not self.options.softmax_feedback:
-            return 0.0
-        h = self.shape.hidden_size
-        return p.feedback_slots * (2.0 * vocab_size * h + 2.0 * min(self.options.topk or vocab_size, vocab_size) * h)

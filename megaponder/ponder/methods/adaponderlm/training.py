@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from megaponder.errors import ConfigError
-from megaponder.ponder.base import ExitTools, Pass, pass_count, register
+from megaponder.ponder.base import ExitTools, Pass, pass_count, register, token_count
 from megaponder.ponder.halting import at_least, fraction, linear32, ordered, ramp, smallest
-from megaponder.ponder.methods.aligned import AlignedHalting
+from megaponder.ponder.methods.aligned.training import AlignedHalting
 
 CLAMP = -12.0
 """Gate logits below this (s about 6e-6, far under any threshold) are not pushed further down."""
@@ -41,7 +41,7 @@ class AdaPonderLM(AlignedHalting):
         """S: pondering steps; the model runs at most S + 1 passes."""
         threshold: float = 1e-4
         """tau: a token goes on while its gate is at least this."""
-        topk: int = 0
+        topk: int = token_count(0)
         """Tokens in the mixture; 0 means the whole vocabulary."""
         cost_weight: float = 0.1
         """Weight of the ponder cost in the loss."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megaponder.ponder.base import CoreAttention, EntryTools, ExitTools, Flow, Pass, Readout
-from megaponder.ponder.methods.ponderlm import PonderLM
+from megaponder.ponder.methods.ponderlm.training import PonderLM
 
 
 class AlignedHalting(PonderLM):
@@ -21,6 +21,9 @@ class AlignedHalting(PonderLM):
     keeps_kv = True
     halts = True
     skips = True
+
+    def decides(self) -> bool:
+        return True
 
     def decide(
         self, p: Pass, state: Tensor, active: Tensor, carry: dict[str, Tensor], tools: ExitTools

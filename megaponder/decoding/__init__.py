@@ -1,0 +1,12 @@
+"""Pondering language models for `transformers`: what every export consists of, beside its method's decoding form.
+
+`megaponder.export.compose` copies these files into export folders, side by side, so they import torch, transformers
+and each other, and nothing else:
+
+    configuration   fields of config.json
+    cache           keys and values of all passes
+    passes          what the rows of a pass read
+    backbone        embedding, layers, norm
+    method          base of a method's decoding form, which lies in `megaponder/ponder/methods/NAME/decoding.py`
+    model           the model with its head, `forward` and `generate`
+"""

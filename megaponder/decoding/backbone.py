@@ -1,0 +1,206 @@
+"""Embedding, layer stack and final norm of the three families.
+
+Shapes: b batch, r rows, k keys, H hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megaponder.decoding.configuration import MegaponderConfig
+from megaponder.decoding.passes import View
+
+
+def wide(x: Tensor) -> Tensor:
+    """In float32, unless x is wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def linear(module: nn.Module, x: Tensor) -> Tensor:
+    """A Linear in float32 at least: decisions must not hang on rounding."""
+    return F.linear(wide(x), wide(module.weight), wide(module.bias))  # type: ignore[arg-type]
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) in float32, rounded to the input's format, times a weight."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = wide(x)
+        return self.weight * (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+def make_norm(config: MegaponderConfig) -> nn.Module:
+    """RMSNorm for llama, LayerNorm with bias for the others."""
+    cls = RMSNorm if config.family == "llama" else nn.LayerNorm
+    return cls(config.hidden_size, eps=config.norm_eps)
+
+
+def rotary_tables(config: MegaponderConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    """cos and sin [b, 1, r, d] of the rotated part of a head, computed in float32; None for learned positions."""
+    size = int(config.hidden_size // config.num_attention_heads * config.rotary_fraction)
+    if config.family == "gpt2" or size == 0:
+        return None
+    exponent = torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size
+    angle = positions[:, None, :, None].float() / config.rotary_base**exponent
+    angle = torch.cat([angle, angle], dim=-1)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotate(x: Tensor, tables: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Rotary embedding of the leading part of each head; x [b, heads, r, head size]."""
+    if tables is None:
+        return x
+    cos, sin = tables
+    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    first, second = turned.chunk(2, dim=-1)
+    return torch.cat([turned * cos + torch.cat([-second, first], dim=-1) * sin, rest], dim=-1)
+
+
+def weigh(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v with 8 more channels a head, by which q k^T scale gains `weight` [b, k]; v gains zeros.
+
+    So fused kernels need no mask of floats.  In 16 bits the weight goes into three channels whose sum is exact to 24.
+    """
+    rest, parts = weight / scale, []
+    for _ in range(1 if k.dtype in (torch.float32, torch.float64) else 3):
+        parts.append(rest.to(k.dtype))
+        rest = rest - parts[-1]
+    extra = F.pad(torch.stack(parts, dim=-1), (0, 8 - len(parts)))[:, None].expand(-1, k.shape[1], -1, -1)
+    ones = F.pad(q.new_ones(len(parts)), (0, 8 - len(parts))).expand(*q.shape[:3], -1)
+    return torch.cat([q, ones], dim=-1), torch.cat([k, extra], dim=-1), F.pad(v, (0, 8))
+
+
+class Attention(nn.Module):
+    """Causal attention with grouped keys and values."""
+
+    def __init__(self, config: MegaponderConfig):
+        super().__init__()
+        self.config = config
+        self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
+        self.size = config.hidden_size // self.heads
+        width, bias = config.hidden_size, config.family != "llama"
+        self.q_proj = nn.Linear(width, self.heads * self.size, bias=bias)
+        self.k_proj = nn.Linear(width, self.groups * self.size, bias=bias)
+        self.v_proj = nn.Linear(width, self.groups * self.size, bias=bias)
+        self.o_proj = nn.Linear(self.heads * self.size, width, bias=bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        tables: tuple[Tensor, Tensor] | None,
+        view: View,
+        entry: int,
+        before: tuple[Tensor, ...],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Output [b, r, H]; keys and values of these rows."""
+        b, rows, _ = x.shape
+        q, k, v = (
+            proj(x).view(b, rows, -1, self.size).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = rotate(q, tables), rotate(k, tables)
+        k, v, own_k, own_v = view.join(entry, k, v, before)
+        if self.groups != self.heads:
+            k, v = (y.repeat_interleave(self.heads // self.groups, dim=1) for y in (k, v))
+        attend = self._eager if self.config._attn_implementation == "eager" else self._fused
+        out = attend(q, k, v, view.mask, view.weight)
+        return self.o_proj(out.transpose(1, 2).reshape(b, rows, -1)), own_k, own_v
+
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, weight: Tensor | None) -> Tensor:
+        scale, causal = self.size**-0.5, mask is None and q.shape[2] > 1
+        if weight is not None:
+            q, k, v = weigh(q, k, v, weight, scale)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
+        return out[..., : self.size]
+
+    def _eager(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, weight: Tensor | None) -> Tensor:
+        scores = wide(q @ k.transpose(-1, -2)) * self.size**-0.5
+        if weight is not None:
+            scores = scores + weight[:, None, None]
+        if mask is None and q.shape[2] > 1:
+            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        return scores.softmax(-1).to(v.dtype) @ v
+
+
+class MLP(nn.Module):
+    """SwiGLU (llama), or two biased matrices with exact GELU (pythia) or tanh GELU (gpt2) in between."""
+
+    def __init__(self, config: MegaponderConfig):
+        super().__init__()
+        self.family = config.family
+        width, inner, bias = config.hidden_size, config.intermediate_size, config.family != "llama"
+        if self.family == "llama":
+            self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.family == "llama":
+            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh" if self.family == "gpt2" else "none"))
+
+
+class Layer(nn.Module):
+    """One pre-norm block: two residual steps, or one parallel step where the config says so (pythia)."""
+
+    def __init__(self, config: MegaponderConfig):
+        super().__init__()
+        self.parallel = config.family == "pythia" and config.parallel_residual
+        self.input_layernorm = make_norm(config)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = make_norm(config)
+        self.mlp = MLP(config)
+
+    def forward(
+        self, x: Tensor, tables: tuple[Tensor, Tensor] | None, view: View, entry: int, *before: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Output [b, r, H]; keys and values of these rows."""
+        attended, k, v = self.self_attn(self.input_layernorm(x), tables, view, entry, before)
+        if self.parallel:
+            return x + attended + self.mlp(self.post_attention_layernorm(x)), k, v
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x)), k, v
+
+
+class Backbone(nn.Module):
+    """Embedding, layer stack and final norm; methods decide how they are put together."""
+
+    def __init__(self, config: MegaponderConfig):
+        super().__init__()
+        self.config = config
+        self.gradient_checkpointing = False
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if config.family == "gpt2":
+            self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.layers = nn.ModuleList([Layer(config) for _ in range(config.num_hidden_layers)])
+        self.norm = make_norm(config)
+
+    def embed(self, words: Tensor, positions: Tensor, factor: float = 1.0) -> Tensor:
+        """factor * scale * words (rows of the table), plus unscaled learned positions where the family has them."""
+        x = words * (factor * self.config.embedding_scale)
+        return x + self.embed_positions(positions) if self.config.family == "gpt2" else x
+
+    def stack(self, x: Tensor, index: int, view: View, kept: list[tuple[Tensor, ...]] | None = None) -> Tensor:
+        """Pass `index` of rows [b, r, H] through all layers, without the final norm.
+
+        `kept`, one tuple a layer: the keys and values that `view` needs of earlier passes; brought up to date.
+        """
+        tables = rotary_tables(self.config, view.positions, x.dtype)
+        for i, layer in enumerate(self.layers):
+            before = () if kept is None else kept[i]
+            args = (x, tables, view, index * len(self.layers) + i, *before)
+            if self.gradient_checkpointing and self.training:
+                x, k, v = self._gradient_checkpointing_func(layer.__call__, *args)  # type: ignore[operator]  # set by enable
+            else:
+                x, k, v = layer(*args)
+            if kept is not None:
+                kept[i] = view.kept(before, k, v)
+        return x

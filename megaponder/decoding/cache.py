@@ -1,0 +1,122 @@
+"""Keys and values of all passes, and what the rows in them are.
+
+Shapes: b batch, r rows of a pass, k keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+
+@dataclass
+class Rows:
+    """What the rows of one pass in the cache are; the same in all layers."""
+
+    token: Tensor
+    """[r] the token that each row belongs to; never falls."""
+    alive: Tensor | None = None
+    """[b, r] False where a row is there only for other sequences of the batch; None: all alive."""
+    weight: Tensor | None = None
+    """[b, r] added to the attention logits of the row's key; None: 0."""
+
+    def joined(self, new: Rows) -> Rows:
+        """These rows and then the new ones."""
+        return Rows(
+            torch.cat([self.token, new.token]),
+            _joined(self.alive, new.alive, self.token, new.token, True),
+            _joined(self.weight, new.weight, self.token, new.token, 0.0),
+        )
+
+    def at(self, rows: slice | Tensor) -> Rows:
+        """Some of the rows."""
+        return Rows(self.token[rows], *(None if x is None else x[:, rows] for x in (self.alive, self.weight)))
+
+    def over_batch(self, change: Callable[[Tensor], Tensor]) -> Rows:
+        """The rows of another batch, made by `change` [b, r] -> [b', r]."""
+        return Rows(self.token, *(None if x is None else change(x) for x in (self.alive, self.weight)))
+
+
+def _joined(a: Tensor | None, b: Tensor | None, rows_a: Tensor, rows_b: Tensor, absent: float) -> Tensor | None:
+    """[b, r + r'] where either half may be absent."""
+    there = a if a is not None else b
+    if there is None:
+        return None
+    halves = ((a, rows_a), (b, rows_b))
+    return torch.cat(
+        [there.new_full((there.shape[0], len(rows)), absent) if x is None else x for x, rows in halves], dim=1
+    )
+
+
+class PonderCache(Cache):
+    """Keys and values of every pass: entry `pass * layers + layer`.
+
+    A pass may hold any number of rows for a token: slots, or none where no sequence of the batch took it.  `rows` tells
+    which; the length is counted in tokens, as `generate` expects.  Beam reordering and cropping act on all of it.
+    """
+
+    def __init__(self, layers: int):
+        super().__init__(layer_class_to_replicate=DynamicLayer)
+        self.layers_a_pass = layers
+        self.tokens = 0
+        self.rows: dict[int, Rows] = {}
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.tokens
+
+    def add(self, index: int, new: Rows) -> Rows:
+        """Announce rows that pass `index` is about to store; returns all rows of that pass."""
+        self.rows[index] = self.rows[index].joined(new) if index in self.rows else new
+        return self.rows[index]
+
+    def retain(self, index: int, rows: slice | Tensor) -> None:
+        """Keep only these rows of a pass."""
+        self.rows[index] = self.rows[index].at(rows)
+        first = index * self.layers_a_pass
+        for i in range(first, first + self.layers_a_pass):
+            keys, values = self.layers[i].keys[:, :, rows], self.layers[i].values[:, :, rows]
+            self.layers[i] = DynamicLayer()  # without rows it must forget the batch size
+            if keys.shape[2]:
+                self.layers[i].update(keys, values)
+        if not len(self.rows[index].token):
+            del self.rows[index]
+
+    def drop_dead(self, index: int) -> None:
+        """Forget the rows of a pass that no sequence of the batch took."""
+        alive = self.rows[index].alive
+        if alive is not None and not alive.all():
+            self.retain(index, alive.any(0).nonzero()[:, 0])
+            if index in self.rows and self.rows[index].alive.all():  # type: ignore[union-attr]
+                self.rows[index].alive = None
+
+    def crop(self, tokens: int) -> None:
+        """Keep the first `tokens` tokens; a negative number removes as many."""
+        tokens = tokens if tokens >= 0 else max(0, self.tokens + tokens)
+        for index, rows in list(self.rows.items()):
+            if tokens < self.tokens:
+                self.retain(index, slice(int((rows.token < tokens).sum())))
+        self.tokens = min(tokens, self.tokens)
+
+    def reset(self) -> None:
+        self.layers.clear()
+        self.rows.clear()
+        self.tokens = 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._over_batch(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._over_batch(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._over_batch(lambda x: x[indices])
+
+    def _over_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.rows = {index: rows.over_batch(change) for index, rows in self.rows.items()}

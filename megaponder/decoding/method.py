@@ -1,0 +1,78 @@
+"""The decoding form of a method: which passes run over new tokens, and what enters and leaves them.
+
+A method's form is a subclass in the file `decoding.py` of the method's folder.
+
+Shapes: b batch, n new tokens, H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from megaponder.decoding.backbone import wide
+from megaponder.decoding.configuration import MegaponderConfig
+from megaponder.decoding.passes import Run
+
+
+class DecodingMethod:
+    """A plain language model's one pass; methods replace `hidden`, which gives one final-normed row a token."""
+
+    name: ClassVar[str]
+    defaults: ClassVar[dict[str, Any]] = {}
+    """Options and their defaults."""
+    training_only: ClassVar[tuple[str, ...]] = ()
+    """Options without effect here."""
+    arguments: ClassVar[tuple[str, ...]] = ()
+    """The method's own arguments of `forward` and `generate`, found in `Run.given`; None where they are not given."""
+    config_fields: ClassVar[dict[str, Any]] = {}
+    """The method's own fields of config.json, as an export writes them."""
+    as_decoded: ClassVar[dict[str, Any]] = {}
+    """Arguments of `forward` by which whole sequences are computed as decoding computes them, token by token."""
+    as_trained: ClassVar[dict[str, Any]] = {}
+    """Options by which decoding leaves out nothing that training computes."""
+    note: ClassVar[str] = ""
+    """A paragraph for the model card, in which `$NAME` stands for an option."""
+
+    def __init__(self, config: MegaponderConfig):
+        given = {name: value for name, value in config.method_options.items() if name not in self.training_only}
+        if unknown := set(given) - set(self.defaults):
+            raise ValueError(f"method {config.method} has no option {sorted(unknown)}; it has {sorted(self.defaults)}")
+        self.config = config
+        self.options = {**self.defaults, **given}
+
+    def modules(self) -> dict[str, nn.Module]:
+        """What `exit_modules` of the training form builds; the model's `method`, its parameters are `method.NAME`."""
+        return {}
+
+    def entry_modules(self) -> dict[str, nn.Module]:
+        """The same of the training form's `entry_modules`: `method_entry`."""
+        return {}
+
+    def layer_modules(self, layer: int) -> dict[str, nn.Module]:
+        """The same of the training form's `layer_modules`: `method_layers[str(layer)]`."""
+        return {}
+
+    def check(self, given: dict[str, Any]) -> None:
+        """ValueError for values that `arguments` cannot have."""
+
+    def in_generation(self) -> dict[str, Any]:
+        """Arguments of `forward` in `generate`, where the caller gives none."""
+        return {}
+
+    def hidden(self, model: Any, ids: Tensor, run: Run) -> Tensor:
+        """[b, n, H] for ids [b, n].
+
+        `model` is the PonderForCausalLM: its backbone `model`, its `lm_head`, and the method's own modules.
+        """
+        net = model.model
+        return net.norm(net.stack(net.embed(net.embed_tokens(ids), run.positions), 0, run.view()))
+
+    def mixture(self, model: Any, h: Tensor, topk: int = 0) -> Tensor:
+        """softmax(h Wo^T) (c We) over the vocabulary, or over every token as likely as the topk-th."""
+        logits = wide(model.lm_head(h))
+        if 0 < topk < logits.shape[-1]:
+            least = logits.topk(topk, dim=-1).values[..., -1:]
+            logits = logits.masked_fill(logits < least, float("-inf"))
+        return (logits.softmax(-1).to(h.dtype) @ model.model.embed_tokens.weight) * self.config.embedding_scale

@@ -1,0 +1,110 @@
+"""What the rows of a pass read, and what all passes of one forward share.
+
+Shapes: b batch, n tokens of this call, r = n * slots rows, t tokens cached before, k keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaponder.decoding.cache import PonderCache, Rows
+
+
+@dataclass
+class View:
+    """What the rows of one pass read: a mask and weights over keys, and where the keys come from."""
+
+    positions: Tensor
+    """[b, r] RoPE positions of the rows."""
+    mask: Tensor | None
+    """[1 or b, 1, r, k] True where a row may read a key; None: plain causal, or one row that reads everything."""
+    weight: Tensor | None
+    """[b, k] added to the logits of each key; None: 0."""
+    cache: PonderCache | None
+
+    def join(self, entry: int, k: Tensor, v: Tensor, before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """(keys, values that all rows read; keys, values of the new rows alone), each [b, groups, k or r, d].
+
+        `before`: keys and values of the new rows in earlier passes of this layer, as far as the method keeps them.
+        """
+        return (*(self.cache.update(k, v, entry) if self.cache is not None else (k, v)), k, v)
+
+    def kept(self, before: tuple[Tensor, ...], k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """`before` of the next pass."""
+        return k, v
+
+
+@dataclass
+class Run:
+    """What all passes of one forward share."""
+
+    positions: Tensor
+    """[b, n] RoPE positions (or rows of the position table) of the new tokens."""
+    keep: Tensor | None
+    """[b, t + n] True at real tokens; None: no padding."""
+    cache: PonderCache | None
+    past: int
+    """t: tokens that the cache held when this forward began."""
+    given: dict[str, Any] = field(default_factory=dict)
+    """The method's own arguments of this forward (`DecodingMethod.arguments`)."""
+    rows: dict[int, Rows] = field(default_factory=dict)
+    """By pass: all rows that were stored, with those of this forward."""
+
+    @property
+    def real(self) -> Tensor:
+        """[b, n] True at the new tokens that are no padding."""
+        everyone = torch.ones_like(self.positions, dtype=torch.bool)
+        return everyone if self.keep is None else self.keep[:, self.past :]
+
+    def single(self, i: int) -> Run:
+        """New token i alone, when those before it are in the cache."""
+        end = self.past + i + 1
+        keep = None if self.keep is None else self.keep[:, :end]
+        return Run(self.positions[:, i : i + 1], keep, self.cache, end - 1, self.given)
+
+    def add(self, index: int, slots: int = 1, alive: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
+        """Announce the rows of pass `index`, alive and weight [b, r]; returns their tokens [r]."""
+        token = self.past + torch.arange(self.positions.shape[1], device=self.positions.device)
+        # without dead rows there is no need of a mask
+        new = Rows(token.repeat_interleave(slots), None if alive is None or alive.all() else alive, weight)
+        self.rows[index] = new if self.cache is None else self.cache.add(index, new)
+        return new.token
+
+    def view(self, index: int = 0, slots: int = 1, alive: Tensor | None = None, weight: Tensor | None = None) -> View:
+        """A pass whose rows read the rows of the same pass, themselves and those before."""
+        self.add(index, slots, alive, weight)
+        positions = self.positions.repeat_interleave(slots, dim=1)
+        return View(positions, self.mask(index, slots), self.rows[index].weight, self.cache)
+
+    def draft(self, slots: int, alive: Tensor | None = None, weight: Tensor | None = None) -> View:
+        """A pass over whole sequences that leaves nothing in the cache, which is empty."""
+        return replace(self, cache=None, rows={}).view(0, slots, alive, weight)
+
+    def mask(self, index: int, slots: int = 1) -> Tensor | None:
+        """The mask of a `View` whose rows read the rows of pass `index` up to themselves."""
+        order = torch.arange(len(self.rows[index].token), device=self.positions.device)
+        return readable(order[-self.positions.shape[1] * slots :], order, self.there([self.rows[index]]))
+
+    def there(self, seen: list[Rows]) -> Tensor | None:
+        """[b, k] True at keys that exist: of real tokens, alive; None: all of them."""
+        there = None if self.keep is None else torch.cat([self.keep[:, rows.token] for rows in seen], dim=1)
+        if any(rows.alive is not None for rows in seen):
+            b = self.positions.shape[0]
+            alive = [r.token.new_ones(b, len(r.token)).bool() if r.alive is None else r.alive for r in seen]
+            there = torch.cat(alive, dim=1) if there is None else there & torch.cat(alive, dim=1)
+        return there
+
+
+def readable(query: Tensor, key: Tensor, there: Tensor | None) -> Tensor | None:
+    """The mask of a `View`: rows of order `query` [r] read the keys of order `key` [k] <= it if `there` [b, k]."""
+    if there is None and (len(query) == 1 or len(query) == len(key)):
+        return None
+    mask = (key <= query[:, None])[None]
+    if there is not None:
+        # a row that is not there still reads itself: its result is never used, but a softmax over nothing would be NaN
+        mask = (mask & there[:, None]) | (key == query[:, None])
+    return mask[:, None]

@@ -1,0 +1,82 @@
+"""All methods by name, and what belongs to one: its options from a config, its decoding form."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import megaponder.ponder.methods  # noqa: F401  registers the shipped ones
+from megaponder.errors import ConfigError
+from megaponder.ponder.base import REGISTERED, Method, Shape
+from megaponder.ponder.plugins import load_installed
+
+if TYPE_CHECKING:
+    from megaponder.decoding.method import DecodingMethod
+
+
+def methods() -> dict[str, type[Method]]:
+    """All known methods by name: shipped, installed beside the package, and of plugins that were loaded."""
+    load_installed()
+    return dict(REGISTERED)
+
+
+def build_method(name: str, options: Mapping[str, Any], shape: Shape) -> Method:
+    """The method of a config; refuses unknown names and options."""
+    known = methods()
+    if name not in known:
+        raise ConfigError(
+            "ponder.method",
+            name,
+            "there is no such method",
+            f"known methods: {', '.join(sorted(known))}; of your own, name the plugin",
+        )
+    cls = known[name]
+    return cls(parse_options(cls, options), shape)
+
+
+def parse_options(cls: type[Method], values: Mapping[str, Any]) -> Any:
+    """Options of a method from the config's mapping; unknown names and wrong types are ConfigErrors."""
+    known = {f.name: f for f in fields(cls.Options)}
+    defaults = cls.Options()
+    for name, value in values.items():
+        if name not in known:
+            legal = ", ".join(known) or "none"
+            raise ConfigError(
+                f"ponder.options.{name}", value, f"{cls.name} has no such option", f"its options are: {legal}"
+            )
+        want = type(getattr(defaults, name))
+        if type(value) is int and want is float:
+            continue
+        if type(value) is not want:
+            raise ConfigError(
+                f"ponder.options.{name}",
+                value,
+                f"it must be of type {want.__name__}",
+                f"the default is {getattr(defaults, name)!r}",
+            )
+        most = known[name].metadata.get("most", 2**31 - 1)
+        if type(value) is int and value > most:
+            raise ConfigError(f"ponder.options.{name}", value, f"it must be at most {most:,}", f"the nearest is {most}")
+    return cls.Options(**values)
+
+
+def decoding_module(cls: type[Method]) -> str | None:
+    """Dotted name of a method's decoding form, the module `decoding` beside its training form; None: it has none."""
+    folder = cls.__module__.rpartition(".")[0]
+    name = f"{folder}.decoding"
+    return name if folder and importlib.util.find_spec(name) else None
+
+
+def decoding_class(method: str) -> type[DecodingMethod] | None:
+    """The decoding form of a method; None where it has none.  Needs transformers."""
+    module = decoding_module(methods()[method])
+    if module is None:
+        return None
+    from megaponder.decoding.method import DecodingMethod
+
+    forms = [x for x in vars(importlib.import_module(module)).values() if isinstance(x, type)]
+    (form,) = [x for x in forms if issubclass(x, DecodingMethod) and getattr(x, "name", None) == method]
+    return form
