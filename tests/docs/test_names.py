@@ -65,7 +65,7 @@ def _file(span: str) -> str | None:
         return None
     if MADE.fullmatch(span):
         return ""
-    there = (ROOT / span).exists() or any(ROOT.glob(f"*/{span}")) or any(ROOT.glob(f"*/*/{span}")) or span in ("training.py", "decoding.py")
+    there = (ROOT / span).exists() or any(any(ROOT.glob(f"{'*/' * depth}{span}")) for depth in (1, 2, 4))
     return "" if there else f"there is no file {span}"
 
 
