@@ -45,13 +45,22 @@ def sync(path: str | os.PathLike[str]) -> None:
         os.close(handle)
 
 
-def checksum(path: Path) -> int:
-    """CRC-32 of a file's bytes."""
+def checksum(path: Path, fresh: bool = False) -> int:
+    """CRC-32 of a file's bytes; `fresh`: read from the disk, or the server, and not from the system's cache."""
     value = 0
     with path.open("rb") as file:
+        if fresh and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while block := file.read(_BLOCK):
             value = zlib.crc32(block, value)
     return value
+
+
+def refuse_lost_link(path: Path) -> None:
+    """UserError for a link that leads nowhere, such as one to a disk that is not mounted: nothing shall begin anew."""
+    if path.is_symlink() and not path.exists():
+        where = path.readlink()
+        raise UserError(f"{path} is a link to {where}, which is not there; bring that back, or remove the link.")
 
 
 def is_special(path: Path) -> bool:
