@@ -100,7 +100,7 @@ class RunLock:
             handle = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
         except FileExistsError:
             return False
-        with os.fdopen(handle, "w") as file:
+        with files.naming(self.path), os.fdopen(handle, "w") as file:
             json.dump(me, file)
         return True
 

@@ -11,8 +11,7 @@ from megatron.core.transformer.module import MegatronModule
 from megaponder import files
 from megaponder.checkpoint import agree, folder, restore
 from megaponder.checkpoint.choose import Choice
-from megaponder.checkpoint.state import CONFIG, TrainState, load_state
-from megaponder.config.load import load_config
+from megaponder.checkpoint.state import TrainState, load_saved_config, load_state
 from megaponder.config.schema import RunConfig
 from megaponder.errors import ConfigError, UserError
 from megaponder.ranks import on_first_rank
@@ -69,7 +68,7 @@ def _go_on(
     try:
         state = restore.resume(path, stage, optimizer)
     except restore.OtherModelError as error:
-        saved, now = load_config(path / CONFIG, []).ponder.options, cfg.ponder.options
+        saved, now = load_saved_config(path).ponder.options, cfg.ponder.options
         if saved == now:
             raise
         rule = f"checkpoint {path} was trained with {saved!r}, and {error.difference}"
