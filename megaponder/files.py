@@ -56,6 +56,13 @@ def sync(path: str | os.PathLike[str]) -> None:
         os.close(handle)
 
 
+def sweep(folder: Path) -> None:
+    """Remove what killed processes have left of `write_bytes`; only the owner of the folder may call this."""
+    for path in folder.glob(".*.tmp"):
+        if path.is_file() and path.name.split(".")[-2].isdecimal():
+            path.unlink(missing_ok=True)
+
+
 def checksum(path: Path, fresh: bool = False) -> int:
     """CRC-32 of a file's bytes; `fresh`: read from the disk, or the server, and not from the system's cache."""
     value = 0

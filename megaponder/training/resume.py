@@ -90,4 +90,5 @@ def refuse_bare_weights(cfg: RunConfig, checkpoint: Path) -> None:
 def _sweep_and_list(root: Path) -> list[str]:
     files.refuse_lost_link(root)
     folder.sweep(root)
+    files.sweep(root.parent)
     return [str(p) for p in folder.published(root).values()]

@@ -126,3 +126,10 @@ def test_folders_that_are_links_work(tmp_path: Path) -> None:
     assert folder.retain(root, 2, keep_last=1, keep_every=0) == [1]
     assert [p.name for p in root.iterdir()] == ["step_00000002"]
     assert manifest.damage(tmp_path / "archive") is None
+
+
+def test_what_killed_writers_of_small_files_leave_is_swept(tmp_path: Path) -> None:
+    for name in (".config.yaml.123.tmp", ".run_id.9.tmp", ".kept.tmp", "notes.5.tmp", "config.yaml"):
+        (tmp_path / name).touch()
+    files.sweep(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".kept.tmp", "config.yaml", "notes.5.tmp"]

@@ -84,7 +84,7 @@ def _killed(name: str) -> None:
 
 
 def two_nodes(jobs: dict[str, dict[str, Any]], root: str, ports: list[int]) -> dict[str, Any]:
-    """Each job with its fault, one after another; exit code or sentence of each, and of the pre-flights."""
+    """Each job with its fault, one after another; exit code and sentence of each, and of the pre-flights."""
     from megaponder import ranks
 
     if _second():
@@ -113,7 +113,7 @@ def two_nodes(jobs: dict[str, dict[str, Any]], root: str, ports: list[int]) -> d
     for name, job in jobs.items():
         ranks.PATIENCE = 15.0 if name in ("stale-once", "stale-first", "rolled-back", "none") else 1.0
         faults[name](Path(job["run"]))
-        found[name] = fault_workers._train(job)
+        found[name] = fault_workers._train(job, lambda error: f"{error.exit_code}: {error}")
     found["preflights"] = [
         _preflight(port, jobs["private-run"], mounted) for port, mounted in zip(ports, (0, 1), strict=True)
     ]
