@@ -35,12 +35,12 @@ class Results:
         """The child, where there is one."""
         self.part: manifest.Files = {}
         """Size and checksum of the files that were written."""
-        self._parent = os.getpid()
+        self.parent = os.getpid()
         self._item: Any = None
 
     def put(self, item: Any) -> None:
         """Store the item; in the child, which ends with the error's number where the disk takes nothing more."""
-        if os.getpid() == self._parent:
+        if os.getpid() == self.parent:
             self._item = item
             return
         temporary = self.path.with_name(self.path.name + ".tmp")
@@ -79,6 +79,8 @@ def request(tensors: dict[str, Any], path: Path, strategy: Any) -> tuple[Any, Re
 
 def write(transforms: list[Any], rank: int, buckets: list[Any], results: Results) -> None:
     """Write each bucket in a process of its own, then take the checksums of what was written."""
+    if os.getpid() != results.parent:
+        gc.disable()  # it could free CUDA tensors of the trainer, which a forked child may not touch
     context = get_context("fork")
     boxes = [Results(results.path.with_name(f"{results.path.name}-{i}")) for i in range(len(buckets))]
     for i, (bucket, box) in enumerate(zip(buckets, boxes, strict=True)):
@@ -100,7 +102,7 @@ def write(transforms: list[Any], rank: int, buckets: list[Any], results: Results
 def _write(transforms: list[Any], index: int, bucket: Any, box: Results) -> None:
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-    gc.disable()  # it could free CUDA tensors of the parent, which a forked child may not touch
+    gc.disable()
 
     class Told:
         put = staticmethod(lambda told: box.put(explained(told[1], bucket[0])))
