@@ -45,7 +45,8 @@ def agreed_damage(path: Path) -> Damage | None:
     first, *others = settle(lambda: (manifest.digest(path), lost_link(path) or manifest.outline(path)))
     for other in others:
         if other.value != first.value:
-            raise _not_alike(path, other, other.value[1] or f"its {manifest.MANIFEST} is another one", first)
+            odd, than = (first, other) if first.value[1] and not other.value[1] else (other, first)
+            raise _not_alike(path, odd, odd.value[1] or f"its {manifest.MANIFEST} is another one", than)
     if first.value[1] is not None:
         return first.value[1]
     said = gather(damage(path, dist.get_rank(), dist.get_world_size()))
@@ -65,9 +66,9 @@ def agreed_damage(path: Path) -> Damage | None:
     return None
 
 
-def _not_alike(path: Path, other: Said, why: str, first: Said) -> LostRank:
+def _not_alike(path: Path, odd: Said, why: str, than: Said) -> LostRank:
     return LostRank(
-        f"Checkpoint {path} is not the same on all ranks: {other.who} finds that {why}, {first.who} does not; see "
+        f"Checkpoint {path} is not the same on all ranks: {odd.who} finds that {why}, {than.who} does not; see "
         "whether that node's file system lags or shows another disk, and start again."
     )
 

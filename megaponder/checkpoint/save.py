@@ -23,12 +23,11 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
 
-from megaponder.checkpoint import folder, model_state, moments, rng, scales
-from megaponder.checkpoint import results as results_of
+from megaponder.checkpoint import folder, model_state, moments, rng, scales, writers
 from megaponder.checkpoint.manifest import Files
-from megaponder.checkpoint.results import Results
 from megaponder.checkpoint.state import CONFIG, Contents, TrainState, save_state
 from megaponder.checkpoint.verify import Verification
+from megaponder.checkpoint.writers import Results
 from megaponder.config.load import dump
 from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError
@@ -90,7 +89,7 @@ class Saver:
         path = Path(self._on_first_rank(lambda: str(folder.begin(self.root, state.step))))
         started = time.perf_counter()
         with self._in_a_sentence(path):
-            request, results = results_of.request(self._tensors(), path, self._strategy)
+            request, results = writers.request(self._tensors(), path, self._strategy)
             self._pending = pending = _Pending(path, state, started, results)
             request.add_finalize_fn(lambda: self._verify(pending))
             self.newest = state.step
@@ -183,5 +182,5 @@ class Saver:
     def _in_a_sentence(self, path: Path) -> Iterator[None]:
         """Turns a failed write (disk full, folder gone) into one sentence."""
         path = self._pending.path if self._pending is not None else path
-        with results_of.one_sentence(path, lambda why: self._given_up(path, why)):
+        with writers.one_sentence(path, lambda why: self._given_up(path, why)):
             yield

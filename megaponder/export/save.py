@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 
 from megaponder import files
-from megaponder.checkpoint import folder, results
+from megaponder.checkpoint import folder, writers
 from megaponder.checkpoint.model_state import layout, sharded_state
 from megaponder.checkpoint.state import CONFIG, Contents, TrainState, save_state
 from megaponder.config.load import dump
@@ -33,8 +33,8 @@ def save_weights(root: Path, cfg: RunConfig, stage: PonderStage, force: bool = F
         root.mkdir(parents=True, exist_ok=True)
         folder.sweep(root)
         path = folder.begin(root, 0)
-        with results.one_sentence(path, lambda why: UserError(f"{target} cannot be written: {why}.")):
-            request, _ = results.request(
+        with writers.one_sentence(path, lambda why: UserError(f"{target} cannot be written: {why}.")):
+            request, _ = writers.request(
                 {"model": sharded_state(stage)}, path, get_default_save_sharded_strategy("torch_dist", 1)
             )
             request.execute_sync()

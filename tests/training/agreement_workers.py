@@ -77,10 +77,10 @@ def _flip(path: Path) -> None:
 
 def _killed(name: str) -> None:
     """The kernel kills a writer of rank 1."""
-    from megaponder.checkpoint import results
+    from megaponder.checkpoint import writers
 
     if _second():
-        fault_workers._replace(results, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        fault_workers._replace(writers, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def two_nodes(jobs: dict[str, dict[str, Any]], root: str, ports: list[int]) -> dict[str, Any]:
