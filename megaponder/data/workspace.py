@@ -95,7 +95,8 @@ class Workspace:
     def _close(self) -> None:
         for stream in (self._tokens, self._lengths):
             if stream is not None:
-                stream.close()
+                with files.naming(stream.name):
+                    stream.close()
         self._tokens = self._lengths = None
 
     def discard(self) -> None:

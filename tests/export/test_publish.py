@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,23 +15,13 @@ from megaponder.export import folder
 from megaponder.export.from_hf import import_hf
 from megaponder.export.to_hf import export
 from tests.export import checkpoints
+from tests.full_disk import files_of_at_most
 
 
 def write(out: Path, word: str = "new", force: bool = False) -> None:
     with folder.published(out, force) as path:
         folder.write_json(path / "config.json", {"word": word})
         folder.write_weights(path, {"weight": torch.ones(9)})
-
-
-@contextmanager
-def disk_of(bytes_: int) -> Iterator[None]:
-    """No file grows beyond this."""
-    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o027, 0o002])
@@ -53,10 +41,10 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing(tmp_path: Path) -> None:
     checkpoints.make("llama", "loop", tmp_path / "run")
     export(tmp_path / "run", tmp_path / "hf")
     for limit in (20_000, 100):  # the weights; the first of all files
-        with disk_of(limit), pytest.raises(UserError, match=r"full cannot be written: File too large\."):
+        with files_of_at_most(limit), pytest.raises(UserError, match=r"full cannot be written: File too large\."):
             export(tmp_path / "run", tmp_path / "full")
     with (
-        disk_of(20_000),
+        files_of_at_most(20_000),
         pytest.raises(UserError, match=r"step_00000000 cannot be written: .*distcp: File too large\."),
     ):
         import_hf(tmp_path / "hf", tmp_path / "imported")
