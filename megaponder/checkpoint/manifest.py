@@ -119,8 +119,8 @@ def digest(folder: Path) -> str | None:
     """What tells a manifest from another one; None if there is none to read."""
     path = folder / MANIFEST
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
-    except OSError:
+        return hashlib.sha256(read_bounded(path, LARGEST)).hexdigest() if path.is_file() else None
+    except (OSError, ValueError):
         return None
 
 

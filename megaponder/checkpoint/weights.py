@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megaponder.checkpoint import stored
 from megaponder.checkpoint.choose import locate
-from megaponder.checkpoint.state import load_saved_config
+from megaponder.checkpoint.state import CONFIG, load_saved_config
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import RunConfig
 from megaponder.errors import ConfigError, UserError
