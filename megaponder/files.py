@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +20,26 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as file:
+        with naming(path), temporary.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException as error:
-        if isinstance(error, OSError) and error.errno and error.filename is None:
-            error.filename = str(path)  # a full disk names none
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Errors of a full disk inside the block name this file; the system names none."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
@@ -45,13 +56,29 @@ def sync(path: str | os.PathLike[str]) -> None:
         os.close(handle)
 
 
-def checksum(path: Path) -> int:
-    """CRC-32 of a file's bytes."""
+def sweep(folder: Path) -> None:
+    """Remove what killed processes have left of `write_bytes`; only the owner of the folder may call this."""
+    for path in folder.glob(".*.tmp"):
+        if path.is_file() and path.name.split(".")[-2].isdecimal():
+            path.unlink(missing_ok=True)
+
+
+def checksum(path: Path, fresh: bool = False) -> int:
+    """CRC-32 of a file's bytes; `fresh`: read from the disk, or the server, and not from the system's cache."""
     value = 0
     with path.open("rb") as file:
+        if fresh and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while block := file.read(_BLOCK):
             value = zlib.crc32(block, value)
     return value
+
+
+def refuse_lost_link(path: Path) -> None:
+    """UserError for a link that leads nowhere, such as one to a disk that is not mounted: nothing shall begin anew."""
+    if path.is_symlink() and not path.exists():
+        where = path.readlink()
+        raise UserError(f"{path} is a link to {where}, which is not there; bring that back, or remove the link.")
 
 
 def is_special(path: Path) -> bool:

@@ -75,17 +75,21 @@ def confirm_same(what: str, value: str, hint: str) -> None:
             raise UserError(f"{what} is {other.value} on {other.who}, and {first.value} on {first.who}; {hint}.")
 
 
-def confirm(look: Callable[[], str | None], patience: float | None = None) -> Said | None:
-    """Let every rank look until none has a complaint (`look` returns None); the first complaint that lasts, or None.
+def settle(look: Callable[[], Any], patience: float | None = None) -> list[Said]:
+    """What every rank sees, once they see it alike; or what they saw last, after looking again for `patience` seconds.
 
-    Looks are repeated with growing pauses for `patience` seconds by rank 0's clock.  One collective where all is well.
+    One collective where all is well; then pauses that grow, and the time by rank 0's clock.
     """
-    patience = PATIENCE if patience is None else patience
-    end, pause = time.monotonic() + patience, 0.1
+    end, pause = time.monotonic() + (PATIENCE if patience is None else patience), 0.1
     while True:
         said = gather((look(), time.monotonic() < end))
-        found = [Said(s.rank, s.host, s.value[0]) for s in said if s.value[0] is not None]
-        if not found or not said[0].value[1]:
-            return found[0] if found else None
+        values = [Said(s.rank, s.host, s.value[0]) for s in said]
+        if all(v.value == values[0].value for v in values) or not said[0].value[1]:
+            return values
         time.sleep(pause)
         pause = min(2 * pause, 2.0)
+
+
+def confirm(look: Callable[[], str | None], patience: float | None = None) -> Said | None:
+    """Let every rank look until none has a complaint (`look` returns None); the first complaint that lasts, or None."""
+    return next((s for s in settle(look, patience) if s.value is not None), None)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from megaponder import files
 from megaponder.checkpoint import folder, manifest
 from megaponder.checkpoint.damage import damage
 from megaponder.checkpoint.state import STATE
@@ -31,15 +32,59 @@ class Choice:
 
 def choose(root: Path, check: Check = damage) -> Choice:
     """The newest published checkpoint of `root` without damage; UserError if one that may be whole may not be read."""
+    return first_whole(folder.published(root).values(), check)
+
+
+def first_whole(paths: Iterable[Path], check: Check = damage) -> Choice:
+    """The first of these checkpoints without damage; UserError as `choose`."""
     skipped: list[tuple[Path, str]] = []
-    for path in folder.published(root).values():
+    for path in paths:
         reason = check(path)
         if reason is None:
             return Choice(path, tuple(skipped))
         if isinstance(reason, manifest.Forbidden):  # going back behind it would write it anew
-            raise UserError(f"Checkpoint {path}: {reason}; change its mode or owner, or move it away.")
+            raise UserError(f"Checkpoint {path}: {reason}.")
         skipped.append((path, reason))
     return Choice(None, tuple(skipped))
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a user named to load from."""
+
+    path: Path
+    candidates: list[Path]
+    """Checkpoints, the best one first."""
+    is_checkpoint: bool
+    """It names a checkpoint itself, so that no other will do."""
+
+    def whole(self, check: Check = damage, warn: bool = True) -> Path:
+        """The checkpoint to use; UserError if there is none or it is damaged.  `warn`: of what was passed over."""
+        if self.is_checkpoint:
+            if (reason := check(self.path)) is not None:
+                raise UserError(f"Checkpoint {self.path} cannot be used because {reason}.")
+            return self.path
+        choice = first_whole(self.candidates, check)
+        if choice.path is None:
+            why = " ".join(choice.sentences()) or "Name a step_... folder or the folder of a run that has saved."
+            raise UserError(f"{self.path} holds no whole checkpoint. {why}")
+        for checkpoint, reason in choice.skipped if warn else ():
+            warning = f"warning: {checkpoint} is damaged ({reason}), so {choice.path} is used."
+            print(warning, file=sys.stderr, flush=True)
+        return choice.path
+
+
+def named(path: str | Path) -> Source:
+    """What a user wrote: a checkpoint folder, or a run folder with its checkpoints; UserError if it is neither."""
+    path = Path(path)
+    files.refuse_lost_link(path)
+    if not path.is_dir():
+        raise UserError(f"There is no checkpoint or run folder {path}.")
+    if (path / STATE).is_file() or (path / manifest.MANIFEST).is_file():
+        return Source(path, [path], True)
+    files.refuse_lost_link(path / "checkpoints")
+    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    return Source(path, list(folder.published(root).values()), False)
 
 
 def locate(path: str | Path) -> Path:
@@ -47,18 +92,4 @@ def locate(path: str | Path) -> Path:
 
     Raises UserError if there is none or if the named one is damaged; says on stderr what was passed over.
     """
-    path = Path(path)
-    if not path.is_dir():
-        raise UserError(f"There is no checkpoint or run folder {path}.")
-    if (path / STATE).is_file() or (path / manifest.MANIFEST).is_file():
-        if (reason := damage(path)) is not None:
-            raise UserError(f"Checkpoint {path} cannot be used because {reason}.")
-        return path
-    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    choice = choose(root)
-    if choice.path is None:
-        why = " ".join(choice.sentences()) or "Name a step_... folder or the folder of a run that has saved."
-        raise UserError(f"{path} holds no whole checkpoint. {why}")
-    for checkpoint, reason in choice.skipped:
-        print(f"warning: {checkpoint} is damaged ({reason}), so {choice.path} is used.", file=sys.stderr, flush=True)
-    return choice.path
+    return named(path).whole()

@@ -8,23 +8,34 @@ from megaponder.checkpoint import manifest, stored
 from megaponder.checkpoint.folder import final
 from megaponder.checkpoint.state import CONFIG, STATE, load_state
 
-_NEEDED = (STATE, CONFIG, stored.INDEX, "common.pt", "metadata.json")
+_NEEDED = (STATE, CONFIG, manifest.INDEX, "common.pt", "metadata.json")
 """The last two are megatron-core's."""
 
 
-def damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
+def damage(folder: Path, part: int = 0, parts: int = 1) -> manifest.Damage | None:
     """Why this checkpoint may not be used, as words that follow "because"; None if it is complete and whole.
 
     Ranks divide the reading among them by `part`; each finds other damage.
     """
+    if (lost := lost_link(folder)) is not None:
+        return lost
     if (reason := manifest.damage(folder, part, parts)) is not None or part:
         return reason
     listed = manifest.listed(folder)
     try:
-        needed = [*_NEEDED, *sorted(stored.files(folder))]
         step = load_state(folder)[0].step
+        lacks = stored.unlisted(folder, listed)
     except ValueError as error:
-        return str(error)
+        return manifest.Damage(error)
     if folder.name.startswith("step_") and folder.name != final(folder, step).name:
-        return f"its {STATE} is of step {step}"
-    return next((f"its {manifest.MANIFEST} does not list {name}" for name in needed if name not in listed), None)
+        return manifest.Damage(f"its {STATE} is of step {step}")
+    lacks = lacks or next((f"does not list {name}" for name in _NEEDED if name not in listed), None)
+    return manifest.Damage(f"its {manifest.MANIFEST} {lacks}") if lacks else None
+
+
+def lost_link(folder: Path) -> manifest.Forbidden | None:
+    """A checkpoint that was moved to where it cannot be seen now: on a disk that is not mounted, it may be whole."""
+    if not folder.is_symlink() or folder.exists():
+        return None
+    where = f"it is a link to {folder.readlink()}, which is not there"
+    return manifest.Forbidden(f"{where}; bring that back, or remove the link to go on without it")

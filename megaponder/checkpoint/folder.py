@@ -1,13 +1,17 @@
 """The folder of a run's checkpoints: names, atomic publication, retention.
 
-checkpoints/step_00001000/        complete by definition: it got this name by one rename after all ranks were done
-checkpoints/.step_00002000.tmp/   being written, or left by a run that was killed while saving
-checkpoints/.step_00000500.old/   being deleted
+checkpoints/step_00001000/               complete by definition: it got this name by one rename after all ranks agreed
+checkpoints/.step_00002000.1f03.tmp/     being written, or left by a run that was killed while saving
+checkpoints/.step_00000500.77ac.old/     being deleted
+
+A checkpoint may be a link, as is left by someone who moved it to another disk: it is used like any other, and where it
+is to be deleted only the link goes.
 """
 
 from __future__ import annotations
 
 import re
+import secrets
 import shutil
 from pathlib import Path
 
@@ -22,9 +26,9 @@ def final(root: Path, step: int) -> Path:
     return root / f"step_{step:08d}"
 
 
-def temporary(root: Path, step: int) -> Path:
-    """Name under which a checkpoint is written."""
-    return root / f".step_{step:08d}.tmp"
+def _aside(path: Path, end: str) -> Path:
+    """A hidden name that nobody had before: writers of a killed run may still know the one that they had."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.{end}")
 
 
 def published(root: Path) -> dict[int, Path]:
@@ -35,37 +39,54 @@ def published(root: Path) -> dict[int, Path]:
 
 def begin(root: Path, step: int) -> Path:
     """An empty folder to write into."""
-    path = temporary(root, step)
-    shutil.rmtree(path, ignore_errors=True)
+    path = _aside(final(root, step), "tmp")
     root.mkdir(exist_ok=True)  # not its parent: a run folder that was removed shall not come back without its lock
     path.mkdir()
     return path
 
 
-def publish(root: Path, step: int) -> Path:
-    """Seal what was written for `step` and give it its final name.  One rank calls this after all ranks are done."""
-    path, target = temporary(root, step), final(root, step)
-    manifest.seal(path)
-    if target.exists():  # a damaged checkpoint that the resumed run skipped and has now passed again
-        remove(target)
+def publish(path: Path, root: Path, step: int, known: manifest.Files | None = None) -> Path:
+    """Seal what was written to `path` for `step` and give it its final name.  One rank calls this after all are done.
+
+    `known`: what the writers know of their files; the others are read for their checksums.
+    """
+    target = final(root, step)
+    manifest.seal(path, known)
+    grave = None
+    if target.is_symlink():
+        target.unlink()
+    elif target.exists():  # a damaged checkpoint that the resumed run skipped and has now passed again
+        grave = target.rename(_aside(target, "old"))
     path.rename(target)
     files.sync(root)
+    if grave is not None:
+        _delete(grave)
     return target
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint; a kill half-way leaves nothing under a published name."""
-    grave = path.with_name(f".{path.name}.old")
-    shutil.rmtree(grave, ignore_errors=True)
-    path.rename(grave)
-    shutil.rmtree(grave)
+    """Delete a checkpoint, or the link to it; a kill half-way leaves nothing under a published name."""
+    _delete(path if path.is_symlink() else path.rename(_aside(path, "old")))
+
+
+def discard(path: Path) -> None:
+    """Delete what a save that failed has written, as far as that is possible."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def sweep(root: Path) -> list[Path]:
     """Delete what killed runs have left behind; returns it.  Only the owner of the run folder may call this."""
     left = [p for p in root.iterdir() if p.name.startswith(".step_")] if root.is_dir() else []
     for path in left:
-        shutil.rmtree(path)
+        # under a name of its own: a writer that has outlived its run would make new files in it
+        _delete(path if path.is_symlink() else path.rename(path.with_name(f".step_{secrets.token_hex(4)}.old")))
     return left
 
 
@@ -75,9 +96,13 @@ def expired(steps: list[int], keep_last: int, keep_every: int) -> list[int]:
     return [s for s in sorted(steps) if s not in newest and not (keep_every and s % keep_every == 0)]
 
 
-def retain(root: Path, keep_last: int, keep_every: int) -> list[int]:
-    """Delete what `expired` names; returns the steps that are gone."""
-    all_steps = published(root)
+def retain(root: Path, whole: int, keep_last: int, keep_every: int) -> list[int]:
+    """Delete what `expired` names; returns the steps that are gone.
+
+    `whole` is a step whose checkpoint has just been found whole, and stays.  Newer ones are neither counted nor
+    touched: the run has passed over them as damaged, and they must not push out what it lives on.
+    """
+    all_steps = {step: path for step, path in published(root).items() if step <= whole}
     gone = expired(list(all_steps), max(1, keep_last), keep_every)
     for step in gone:
         remove(all_steps[step])

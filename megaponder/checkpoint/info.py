@@ -11,8 +11,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megaponder.checkpoint import manifest, stored
 from megaponder.checkpoint.damage import damage
-from megaponder.checkpoint.state import CONFIG, STATE, load_state
-from megaponder.config.load import load_config
+from megaponder.checkpoint.state import STATE, load_saved_config, load_state
 from megaponder.errors import UserError
 
 _PARTS = (
@@ -71,7 +70,7 @@ def inspect_checkpoint(path: str | Path) -> CheckpointInfo:
     reason = damage(folder)
     try:
         state, contents = load_state(folder)
-        cfg = load_config(folder / CONFIG, [])
+        cfg = load_saved_config(folder)
         tensors = stored.parameters(folder)
     except (OSError, ValueError, KeyError, EOFError, UserError) as error:
         raise UserError(f"Checkpoint {folder} cannot be read ({reason or error}).") from None

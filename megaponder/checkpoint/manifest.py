@@ -1,11 +1,12 @@
 """Names, sizes and checksums of a checkpoint's files: what "complete" means, and how damage is found.
 
-Every rank that writes data adds a part (`manifest-part-<rank>.json`) from the process that wrote it, so that checksums
-cost the training loop nothing; the publisher merges the parts into `manifest.json` and adds the small files.
+Every process that writes data takes the checksums of its files itself, so that they cost the training loop nothing; the
+publisher puts them together and adds the small files.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,68 +16,97 @@ from megaponder.files import checksum, read_bounded, sync, write_json
 MANIFEST = "manifest.json"
 LARGEST = 1 << 26
 """Bytes of a manifest; one of ten thousand ranks has some two million."""
-_PART = "manifest-part-"
+INDEX = ".metadata"
+"""PyTorch's index of the tensors."""
+Files = dict[str, dict[str, int]]
+"""Size (`bytes`) and checksum (`crc32`) of files by name."""
 
 
-def describe(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int]]:
+def describe(folder: Path, names: Iterable[str]) -> Files:
     """Size and checksum of files by name."""
     return {name: {"bytes": (folder / name).stat().st_size, "crc32": checksum(folder / name)} for name in names}
 
 
-def write_part(folder: Path, rank: int, names: Iterable[str]) -> None:
-    """Record the files that a rank has written; called in the process that wrote them."""
-    write_json(folder / f"{_PART}{rank}.json", describe(folder, names))
-
-
-def seal(folder: Path) -> None:
-    """Merge all parts, add every other file, write the manifest and bring all of it to the disk."""
-    files: dict[str, dict[str, int]] = {}
-    for part in sorted(folder.glob(f"{_PART}*.json")):
-        files |= json.loads(part.read_text())
-        part.unlink()
-    files |= describe(folder, (p.name for p in folder.iterdir() if p.name not in files and p.name != MANIFEST))
-    for name in files:
+def seal(folder: Path, known: Files | None = None) -> None:
+    """Write the manifest: what the writers know of their files, and all others, which are brought to the disk."""
+    found = dict(known or {})
+    # other names with a dot in front are no part of it: left by writers, or by NFS in place of an open file
+    own = {p.name for p in folder.iterdir() if p.name == INDEX or not p.name.startswith(".")} - found.keys()
+    found |= describe(folder, own - {MANIFEST})
+    for name in own - {MANIFEST}:
         sync(folder / name)
-    write_json(folder / MANIFEST, {"files": dict(sorted(files.items()))})  # syncs the folder, too
+    write_json(folder / MANIFEST, {"files": dict(sorted(found.items()))})  # syncs the folder, too
 
 
-class Forbidden(str):
-    """A reason that says nothing about the checkpoint, which may be whole: it may not be read."""
+class Damage(str):
+    """Why a checkpoint may not be used, as words that follow "because", and the file at fault if it is one."""
+
+    file: str | None = None
+
+    @classmethod
+    def of(cls, file: str, words: str) -> Damage:
+        """`words` follow the name of the file."""
+        found = cls(f"{file} {words}")
+        found.file = file
+        return found
+
+
+class Forbidden(Damage):
+    """A reason that says nothing about the checkpoint, which may be whole: it may not be read, or is not there now."""
 
     @classmethod
     def by(cls, error: PermissionError) -> Forbidden:
         """With the name of the file."""
-        return cls(f"{error.filename} may not be read (permission denied)")
+        what = f"{error.filename} may not be read (permission denied)"
+        return cls(f"{what}; change its mode or owner, or move it away")
 
 
-def damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
-    """Why this checkpoint may not be used, as words that follow "because"; None if it is complete and whole.
+def damage(folder: Path, part: int = 0, parts: int = 1) -> Damage | None:
+    """Why this checkpoint may not be used; None if it is complete and whole.
 
     Sizes of all files are compared; checksums only of this part's share of the bytes, so that ranks can divide the
     reading among them.
     """
+    if (reason := outline(folder)) is not None:
+        return reason
+    files = listed(folder)
+    return next((reason for name in _share(files, part, parts) if (reason := changed(folder, name, files[name]))), None)
+
+
+def outline(folder: Path) -> Damage | None:
+    """The part of `damage` that reads no data: the manifest, and whether its files are there with their sizes."""
     try:
-        files = listed(folder)
+        return missing(folder, listed(folder))
     except PermissionError as error:
         return Forbidden.by(error)
     except FileNotFoundError:
-        return f"it has no {MANIFEST}"
+        return Damage(f"it has no {MANIFEST}")
     except (ValueError, OSError, RecursionError) as error:
-        return f"its {MANIFEST} cannot be read ({error})"
+        return Damage(f"its {MANIFEST} cannot be read ({error})")
+
+
+def missing(folder: Path, files: Files) -> Damage | None:
+    """The first file that is not there with its size."""
     for name, want in files.items():
         path = folder / name
         if not path.is_file():
-            return f"{name} is missing"
+            return Damage.of(name, "is missing")
         if (size := path.stat().st_size) != want["bytes"]:
-            return f"{name} has {size} bytes instead of {want['bytes']}"
-    for name in _share(files, part, parts):
-        try:
-            if checksum(folder / name) != files[name]["crc32"]:
-                return f"{name} has changed since it was written (its CRC-32 differs)"
-        except PermissionError as error:
-            return Forbidden.by(error)
-        except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
+            return Damage.of(name, f"has {size} bytes instead of {want['bytes']}")
+    return None
+
+
+def changed(folder: Path, name: str, want: dict[str, int], fresh: bool = False) -> Damage | None:
+    """Damage of one file, whose bytes are read; `fresh`: from the disk, not from this machine's memory of it."""
+    if (reason := missing(folder, {name: want})) is not None:
+        return reason
+    try:
+        if checksum(folder / name, fresh) != want["crc32"]:
+            return Damage.of(name, "has changed since it was written (its CRC-32 differs)")
+    except PermissionError as error:
+        return Forbidden.by(error)
+    except OSError as error:
+        return Damage.of(name, f"cannot be read ({error.strerror})")
     return None
 
 
@@ -85,7 +115,16 @@ def size(folder: Path) -> int:
     return sum(f["bytes"] for f in listed(folder).values())
 
 
-def listed(folder: Path) -> dict[str, dict[str, int]]:
+def digest(folder: Path) -> str | None:
+    """What tells a manifest from another one; None if there is none to read."""
+    path = folder / MANIFEST
+    try:
+        return hashlib.sha256(read_bounded(path, LARGEST)).hexdigest() if path.is_file() else None
+    except (OSError, ValueError):
+        return None
+
+
+def listed(folder: Path) -> Files:
     """Size and checksum of the manifest's files by name; ValueError if it lists anything but files of its folder."""
     if not (folder / MANIFEST).is_file() and (folder / MANIFEST).exists():
         raise ValueError("it is no file")  # a pipe would make us wait
@@ -101,7 +140,7 @@ def listed(folder: Path) -> dict[str, dict[str, int]]:
     return files
 
 
-def _share(files: dict[str, dict[str, int]], part: int, parts: int) -> list[str]:
+def _share(files: Files, part: int, parts: int) -> list[str]:
     """The files of one part, by size so that every part reads about as many bytes."""
     order = sorted(files, key=lambda name: (-files[name]["bytes"], name))
     return order[part::parts]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -16,11 +15,10 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
 
 from megaponder.checkpoint import moments, rng, scales, stored
-from megaponder.checkpoint.damage import damage
-from megaponder.checkpoint.manifest import Forbidden
 from megaponder.checkpoint.model_state import layout, metadata, sharded_state
 from megaponder.checkpoint.state import TrainState, load_state
 from megaponder.errors import UserError
+from megaponder.ranks import gather, on_first_rank
 
 log = logging.getLogger(__name__)
 METHOD = "method_"
@@ -38,17 +36,9 @@ class OtherModelError(UserError):
         self.difference = difference
 
 
-def agreed_damage(path: Path) -> str | None:
-    """`damage`, the reading divided among all ranks, the answer the same on all of them."""
-    reasons: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, damage(path, dist.get_rank(), dist.get_world_size()))
-    found = [r for r in reasons if r is not None]
-    return next((r for r in found if isinstance(r, Forbidden)), found[0] if found else None)
-
-
 def resume(path: Path, stage: MegatronModule, optimizer: MegatronOptimizer) -> TrainState:
     """Load parameters, optimizer state and, on the layout that saved them, random states.  All ranks call this."""
-    state, contents = load_state(path)
+    state, contents = on_first_rank(lambda: load_state(path))
     names = _stored(path)
     model = sharded_state(stage)
     _refuse_absent(path, model, names)
@@ -124,9 +114,7 @@ def _stored(path: Path) -> Shapes:
 
     megatron-core, which unpickles the index freely, comes after it.
     """
-    box: list[Any] = [stored.shapes(path) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    return on_first_rank(lambda: stored.shapes(path))
 
 
 def _some(names: list[str]) -> str:
@@ -138,9 +126,7 @@ def _keys(state: dict[str, Any]) -> list[str]:
 
 
 def _of_all_ranks(mine: list[str]) -> list[str]:
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    return sorted({name for names in every for name in names})
+    return sorted({name for said in gather(mine) for name in said.value})
 
 
 def _refuse_absent(path: Path, wanted: dict[str, Any], names: Shapes, may_lack: str = "") -> list[str]:

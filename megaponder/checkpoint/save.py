@@ -1,4 +1,7 @@
-"""Writing checkpoints: all ranks write their shards under a temporary name, one rank publishes when all are done."""
+"""Writing checkpoints: all ranks write under a hidden name and read each other's files again; then one publishes.
+
+Nothing waits for the reading but the publication, and what is deleted because of it.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +10,30 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
 
-from megaponder.checkpoint import folder, manifest, model_state, moments, results, rng, scales
+from megaponder.checkpoint import folder, model_state, moments, rng, scales, writers
+from megaponder.checkpoint.manifest import Files
 from megaponder.checkpoint.state import CONFIG, Contents, TrainState, save_state
+from megaponder.checkpoint.verify import Verification
+from megaponder.checkpoint.writers import Results
 from megaponder.config.load import dump
 from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError
+from megaponder.ranks import gather, largest
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 Published = Callable[[Path, float], None]
 """Told, on every rank, of a whole checkpoint: its folder, and the seconds since its save began."""
@@ -32,12 +41,22 @@ Published = Callable[[Path, float], None]
 
 def _failed(path: Path, reason: str) -> UserError:
     free = shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
-    if "results_queue" in reason or "inline_container" in reason:  # what writers whose bytes were not taken say
-        reason = "its writers failed, as they do on a full disk and at a limit of file sizes"
     return UserError(
-        f"The checkpoint could not be written to {path} ({reason}; {free / 1e9:.1f} GB are free there); earlier ones, "
-        "if any, are whole."
+        f"The checkpoint could not be written to {path} ({reason.rstrip('.')}; {free / 1e9:.1f} GB are free there); "
+        "earlier ones, if any, are whole."
     )
+
+
+@dataclass
+class _Pending:
+    """A save that has begun."""
+
+    path: Path
+    state: TrainState
+    started: float
+    results: Results
+    verification: Verification | None = None
+    """Begun when all ranks have written."""
 
 
 class Saver:
@@ -60,43 +79,64 @@ class Saver:
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         if group.size() > 1:  # replicas share the writing instead of leaving it to the first of them
             self._strategy = FullyParallelSaveStrategyWrapper(self._strategy, group, do_cache_distribution=True)
+        self._pending: _Pending | None = None
         self.newest = newest
         """Step of the newest checkpoint that was started or found."""
 
     def save(self, state: TrainState) -> None:
         """Start (asynchronous) or complete the checkpoint of `state`; one that is pending is completed first."""
         self.wait()
+        path = Path(self._on_first_rank(lambda: str(folder.begin(self.root, state.step))))
         started = time.perf_counter()
-        path = folder.temporary(self.root, state.step)
-        self._on_first_rank(lambda: folder.begin(self.root, state.step))
-        results.use(path / f".results-{dist.get_rank()}")
-        request = dist_checkpointing.save(
-            self._tensors(), str(path), self._strategy, async_sharded_save=True, content_metadata=None
-        )
-        assert request is not None
-        if request.async_fn is not None:
-            request = request._replace(async_fn=partial(_write, request.async_fn, path, dist.get_rank()))
-        request.add_finalize_fn(lambda: self._on_first_rank(lambda: self._publish(path, state)))
-        target = folder.final(self.root, state.step)
-        request.add_finalize_fn(lambda: self._published(target, time.perf_counter() - started))
-        self.newest = state.step
-        with _in_a_sentence(path):
+        with self._in_a_sentence(path):
+            request, results = writers.request(self._tensors(), path, self._strategy)
+            self._pending = pending = _Pending(path, state, started, results)
+            request.add_finalize_fn(lambda: self._verify(pending))
+            self.newest = state.step
             if self.options.asynchronous:
                 self._calls.schedule_async_request(request)
+                results.process = self._calls.async_calls[-1].async_caller.process
             else:
                 request.execute_sync()
+        if not self.options.asynchronous:
+            self.wait()
 
     def poll(self) -> None:
-        """Publish a pending checkpoint if all ranks have written it; called once a step."""
+        """Publish a pending checkpoint if all ranks have written it and read it again; called once a step."""
         if self._calls.get_num_unfinalized_calls():
-            with _in_a_sentence(self.root):
+            with self._in_a_sentence(self.root):
                 self._calls.maybe_finalize_async_calls(blocking=False)
+        elif self._pending is not None:
+            self._conclude()
 
     def wait(self) -> None:
-        """Publish a pending checkpoint, waiting for its writers."""
+        """Publish a pending checkpoint, waiting for its writers and readers."""
         if self._calls.get_num_unfinalized_calls():
-            with _in_a_sentence(self.root):
+            with self._in_a_sentence(self.root):
                 self._calls.maybe_finalize_async_calls(blocking=True)
+        if self._pending is not None and self._pending.verification is not None:
+            self._pending.verification.wait()
+            self._conclude()
+
+    def _verify(self, pending: _Pending) -> None:
+        written = gather(pending.results.part)
+        pending.verification = Verification(pending.path, written, dist.get_rank())
+
+    def _conclude(self) -> None:
+        """Publish once all ranks have read their share; a collective of one number."""
+        pending = self._pending
+        assert pending is not None and pending.verification is not None
+        check = pending.verification
+        verdict = largest((1 if check.complaint else 0) if check.done else 2, self._device)
+        if verdict == 2:
+            return
+        if verdict == 1:
+            bad = next(s for s in gather(check.complaint) if s.value is not None)
+            raise self._given_up(pending.path, f"{bad.who} finds that {bad.value}")
+        target = folder.final(self.root, pending.state.step)
+        self._on_first_rank(lambda: self._publish(pending.path, pending.state, check.known))
+        self._pending = None
+        self._published(target, time.perf_counter() - pending.started)
 
     def _tensors(self) -> dict[str, Any]:
         model = model_state.sharded_state(self.stage)
@@ -106,40 +146,41 @@ class Saver:
         fp8 = scales.sharded_state(self.stage.fp8)
         return found | ({"fp8": fp8} if fp8 else {})  # megatron-core would pickle an empty part
 
-    def _publish(self, path: Path, state: TrainState) -> None:
+    def _publish(self, path: Path, state: TrainState, known: Files) -> None:
         dump(self.cfg, path / CONFIG)
         masters = moments.has_masters(self.stage.parameters())
         save_state(path, state, Contents(masters, model_state.layout(), data=dict(self._data)))
-        log.info("saved %s", folder.publish(self.root, state.step))
-        folder.retain(self.root, self.options.keep_last, self.options.keep_every)
+        log.info("saved %s", folder.publish(path, self.root, state.step, known))
+        folder.retain(self.root, state.step, self.options.keep_last, self.options.keep_every)
 
-    def _on_first_rank(self, action: Callable[[], object]) -> None:
+    @property
+    def _device(self) -> torch.device:
+        return next(self.stage.parameters()).device
+
+    def _on_first_rank(self, action: Callable[[], T]) -> T:
         """Run on one rank; all ranks fail together, with its reason."""
-        reason: list[str | None] = [None]
+        box: list[Any] = [None, None]
         if dist.get_rank() == 0:
             try:
-                action()
+                box[0] = action()
             except OSError as error:
-                reason = [f"{error.strerror or error}: {error.filename}"]
-        dist.broadcast_object_list(reason, src=0)
-        if reason[0] is not None:
-            raise _failed(self.root, reason[0])
+                box[1] = f"{error.strerror or error}: {error.filename or self.root}"
+        dist.broadcast_object_list(box, src=0)
+        if box[1] is not None:
+            raise self._given_up(self._pending.path if self._pending else self.root, box[1])
+        return box[0]
 
+    def _given_up(self, path: Path, reason: str) -> UserError:
+        """The sentence for a save that failed; what it wrote goes, since it may have filled the disk."""
+        self._pending = None
+        error = _failed(self.root, reason)
+        if path != self.root and dist.get_rank() == 0:
+            folder.discard(path)
+        return error
 
-def _write(write: Callable[..., None], path: Path, rank: int, *args: Any, **kwargs: Any) -> None:
-    """megatron-core's writer, then checksums, in the process that wrote."""
-    write(*args, **kwargs)
-    with contextlib.suppress(OSError):  # the publisher checks files without a part itself, and says what is wrong
-        manifest.write_part(path, rank, [p.name for p in path.glob(f"__{rank}_*.distcp")])
-
-
-@contextlib.contextmanager
-def _in_a_sentence(path: Path) -> Iterator[None]:
-    """Turns a failed write (disk full, folder gone) into one sentence."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    try:
-        yield
-    except CheckpointException as error:
-        reasons = "; ".join(str(e) for e, _ in error.failures.values()) or "another rank says why"
-        raise _failed(path, reasons) from error
+    @contextlib.contextmanager
+    def _in_a_sentence(self, path: Path) -> Iterator[None]:
+        """Turns a failed write (disk full, folder gone) into one sentence."""
+        path = self._pending.path if self._pending is not None else path
+        with writers.one_sentence(path, lambda why: self._given_up(path, why)):
+            yield

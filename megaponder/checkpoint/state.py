@@ -10,6 +10,9 @@ from typing import Annotated, Any
 import pydantic
 
 from megaponder import files
+from megaponder.config.load import load_config
+from megaponder.config.schema import RunConfig
+from megaponder.errors import ConfigError, UserError
 
 STATE = "state.json"
 CONFIG = "config.yaml"
@@ -88,6 +91,14 @@ def load_state(folder: Path) -> tuple[TrainState, Contents]:
         raise ValueError(f"{STATE} is wrong: {where} = {first['input']!r}: {first['msg']}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{STATE} is not the state of a run ({error})") from None
+
+
+def load_saved_config(folder: Path) -> RunConfig:
+    """The configuration of the run that saved a checkpoint; UserError, naming the file, if it is none."""
+    try:
+        return load_config(folder / CONFIG, [])
+    except ConfigError as error:
+        raise UserError(f"{folder / CONFIG}: {error}") from None
 
 
 def _build(cls: type, values: dict[str, Any]) -> Any:

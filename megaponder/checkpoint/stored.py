@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
+from megaponder.checkpoint.manifest import INDEX, Files
 from megaponder.errors import UserError, first_line, is_lost_connection
 from megaponder.files import read_bounded
 
@@ -33,7 +34,6 @@ _NORMS = {
 }
 
 
-INDEX = ".metadata"
 LARGEST = 1 << 30
 """Bytes of an index: some hundred for each part of a tensor that a rank has written."""
 _CLASSES = {
@@ -103,9 +103,17 @@ def _covered(name: str, tensor: TensorStorageMetadata, index: Metadata) -> bool:
     return inside and placed and sum(size.numel() for size in chunks.values()) == tensor.size.numel()
 
 
-def files(path: Path) -> set[str]:
-    """Names of the files that hold the tensors; ValueError as `index`."""
-    return {info.relative_path for info in index(path).storage_data.values()}
+def unlisted(path: Path, listed: Files) -> str | None:
+    """What the index names and `listed` does not have: a file, or the end of one; ValueError as `index`."""
+    ends: dict[str, int] = {}
+    for info in index(path).storage_data.values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for name, end in sorted(ends.items()):
+        if name not in listed:
+            return f"does not list {name}"
+        if listed[name]["bytes"] < end:
+            return f"lists {name} with {listed[name]['bytes']} bytes, and {INDEX} expects {end}"
+    return None
 
 
 @contextmanager

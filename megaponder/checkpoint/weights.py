@@ -8,8 +8,7 @@ from torch import Tensor
 
 from megaponder.checkpoint import stored
 from megaponder.checkpoint.choose import locate
-from megaponder.checkpoint.state import CONFIG
-from megaponder.config.load import load_config
+from megaponder.checkpoint.state import CONFIG, load_saved_config
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import RunConfig
 from megaponder.errors import ConfigError, UserError
@@ -19,7 +18,7 @@ from megaponder.ponder.settings import check_shape
 def read_config(folder: Path) -> RunConfig:
     """The configuration of the run that saved; UserError if no run can have had it."""
     try:
-        cfg = load_config(folder / CONFIG, [])
+        cfg = load_saved_config(folder)
         check_shape(resolve(cfg))
     except ConfigError as error:
         raise UserError(f"Checkpoint {folder} has a configuration that no run can have had: {error}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import sys
@@ -46,12 +47,17 @@ def report_error(message: str) -> None:
     carries the launcher's process id.  Nodes other than the first name themselves: the mistake may be theirs alone.
     """
     if "RANK" not in os.environ:
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        _say(f"error: {message}")
         return
     if _first_to_say(message):
         elsewhere = int(os.environ.get("GROUP_RANK", "0")) > 0
         host = f" on {os.uname().nodename}" if elsewhere else ""
-        print(f"error{host}: {message}", file=sys.stderr, flush=True)
+        _say(f"error{host}: {message}")
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):  # a log on the very disk that is full: the exit code still tells
+        print(line, file=sys.stderr, flush=True)
 
 
 def _first_to_say(message: str) -> bool:

@@ -95,7 +95,8 @@ class Workspace:
     def _close(self) -> None:
         for stream in (self._tokens, self._lengths):
             if stream is not None:
-                stream.close()
+                with files.naming(stream.name):
+                    stream.close()
         self._tokens = self._lengths = None
 
     def discard(self) -> None:
@@ -131,8 +132,10 @@ class Workspace:
     def add(self, encoded: Encoded, position: Position, skipped: dict[str, int]) -> None:
         """Append a chunk that ends at `position`; durable after the next `save`."""
         assert self._tokens is not None and self._lengths is not None  # open() came first
-        self._tokens.write(encoded.ids)
-        self._lengths.write(encoded.lengths)
+        with files.naming(self.folder / "tokens.bin"):
+            self._tokens.write(encoded.ids)
+        with files.naming(self.folder / "lengths.bin"):
+            self._lengths.write(encoded.lengths)
         old = self.state
         documents, tokens = len(encoded.lengths) // 4, len(encoded.ids) // np.dtype(self.dtype).itemsize
         per_file = [*old.per_file, *[(0, 0)] * (position.file + 1 - len(old.per_file))]
@@ -154,8 +157,9 @@ class Workspace:
         """End a shard: everything added so far survives from here on."""
         for stream in (self._tokens, self._lengths):
             if stream is not None:
-                stream.flush()
-                os.fsync(stream.fileno())
+                with files.naming(stream.name):
+                    stream.flush()
+                    os.fsync(stream.fileno())
         files.write_bytes(self.folder / "state.json", orjson.dumps(asdict(self.state)))
 
     def complete(self, meta: DatasetMeta) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
+import re
 import shutil
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,31 +29,81 @@ SHARD_BYTES = 5 * 10**9
 def published(out: Path, force: bool) -> Iterator[Path]:
     """A temporary folder that becomes `out` by a rename when the block ends, and is deleted when it fails.
 
-    An existing `out` is refused, or replaced with `force` if it looks like a model folder (it has a config.json).
+    An existing `out` is refused, or replaced with `force` if it looks like a model folder (it has a config.json).  What
+    a killed export has left beside `out` goes, or comes back where it had just been moved away.
     """
+    files.refuse_lost_link(out)
     out = Path(os.path.realpath(out))  # resolve() has no sentence for a link that leads to itself
+    _sweep(out)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         if not force:
             raise UserError(f"{out} exists already; choose another folder, or say --force to replace it.")
         if not (out / "config.json").is_file():
             raise UserError(f"{out} has no config.json, so it is no model folder and --force does not replace it.")
-    temporary, old = (out.with_name(f".{out.name}.{kind}-{os.getpid()}") for kind in ("partial", "replaced"))
+    mine = f"{socket.gethostname()}-{os.getpid()}"
+    temporary, old = (out.with_name(f".{out.name}.{kind}-{mine}") for kind in (_PARTIAL, _REPLACED))
     try:
         temporary.mkdir(parents=True)
         yield temporary
+        for path in temporary.iterdir():
+            path.chmod(0o666 & ~_umask())  # safetensors makes files that nobody else may read
         for path in [*temporary.iterdir(), temporary]:
             files.sync(path)
         if out.exists():
             out.rename(old)
         temporary.rename(out)
         files.sync(out.parent)
-    except OSError as error:
-        raise UserError(f"{out} cannot be written: {error.strerror}.") from error
+    except Exception as error:
+        if (number := _system_error(error)) is None:
+            raise
+        raise UserError(f"{out} cannot be written: {os.strerror(number)}.") from error
     finally:
         if old.exists() and not out.exists():
             old.rename(out)
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
+
+
+_PARTIAL, _REPLACED = "partial", "replaced"
+_DAY = 24 * 3600
+
+
+def _sweep(out: Path) -> None:
+    """Remove what exports to `out` have left that were killed; one that was about to be replaced comes back."""
+    for path in sorted(out.parent.glob(f".{glob.escape(out.name)}.*-*")):  # replaced ones last
+        kind, _, owner = path.name.removeprefix(f".{out.name}.").partition("-")
+        if kind not in (_PARTIAL, _REPLACED) or _lives(owner, path.stat().st_mtime):
+            continue
+        if kind == _REPLACED and not out.exists():
+            path.rename(out)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _lives(owner: str, since: float) -> bool:
+    """Whether HOST-PID may still be at work on what was last changed at `since`; on other hosts, for a day."""
+    host, _, pid = owner.rpartition("-")
+    if host != socket.gethostname() or not pid.isdecimal():
+        return bool(host) and time.time() - since < _DAY
+    try:  # a process id alone may have come back as another program
+        return psutil.Process(int(pid)).create_time() <= since
+    except psutil.Error:
+        return False
+
+
+def _umask() -> int:
+    """The process's mask, which can only be read by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _system_error(error: Exception) -> int | None:
+    """The system's number of an error; libraries in Rust leave it in their text."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found and not isinstance(error, UserError) else None
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 
-from megaponder.checkpoint import folder, results
+from megaponder import files
+from megaponder.checkpoint import folder, writers
 from megaponder.checkpoint.model_state import layout, sharded_state
 from megaponder.checkpoint.state import CONFIG, Contents, TrainState, save_state
 from megaponder.config.load import dump
@@ -19,22 +19,30 @@ from megaponder.errors import UserError
 def save_weights(root: Path, cfg: RunConfig, stage: PonderStage, force: bool = False) -> Path:
     """Write a one-process stage as checkpoint of step 0 under `root` and publish it; any layout loads it.
 
-    UserError when it exists already, unless `force`.
+    UserError when it exists already, unless `force`, and when it cannot be written.
     """
     target = folder.final(root, 0)
+    for link in (root.parent, root, target):
+        files.refuse_lost_link(link)
     if target.exists() and not force:
         raise UserError(f"{target} exists already; choose another folder, or say --force to replace it.")
     if (others := [p for step, p in folder.published(root).items() if step]) and not force:
         raise UserError(f"{others[0]} is of a run, which would not start from an import; choose another folder.")
+    path = None
     try:
         root.mkdir(parents=True, exist_ok=True)
+        folder.sweep(root)
         path = folder.begin(root, 0)
-        results.use(path / ".results-0")
-        dist_checkpointing.save(
-            {"model": sharded_state(stage)}, str(path), get_default_save_sharded_strategy("torch_dist", 1)
-        )
-        dump(cfg, path / CONFIG)
-        save_state(path, TrainState(), Contents(masters=False, layout=layout(), optimizer=False))
-        return folder.publish(root, 0)
+        with writers.one_sentence(path, lambda why: UserError(f"{target} cannot be written: {why}.")):
+            request, _ = writers.request(
+                {"model": sharded_state(stage)}, path, get_default_save_sharded_strategy("torch_dist", 1)
+            )
+            request.execute_sync()
+            dump(cfg, path / CONFIG)
+            save_state(path, TrainState(), Contents(masters=False, layout=layout(), optimizer=False))
+            return folder.publish(path, root, 0)
     except OSError as error:
         raise UserError(f"{target} cannot be written: {error.strerror}.") from error
+    finally:
+        if path is not None:
+            folder.discard(path)

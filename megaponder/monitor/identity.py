@@ -32,7 +32,7 @@ def run_id(run: Path) -> str:
     """The id of the run folder, made once."""
     path = run / "run_id"
     if not path.exists():
-        path.write_text(uuid.uuid4().hex[:12] + "\n")
+        files.write_bytes(path, f"{uuid.uuid4().hex[:12]}\n".encode())
     return path.read_text(errors="replace").strip()
 
 

@@ -103,7 +103,7 @@ def rewind(run: Path, step: int) -> tuple[int, int]:
     rows, damaged = scan(path, POSITION)
     beyond = [r for r in rows if r["step"] > step]
     if beyond or damaged:
-        with (run / SUPERSEDED).open("ab") as file:
+        with files.naming(run / SUPERSEDED), (run / SUPERSEDED).open("ab") as file:
             file.writelines((json.dumps(r) + "\n").encode() for r in beyond)
             file.writelines(line.rstrip(b"\n") + b"\n" for line in damaged)
     if path.exists():  # also to drop a line that a kill has cut off

@@ -34,7 +34,7 @@ class Pondered:
         if not self._logs:
             return None
         most, least = self._lists(by_token)
-        with self._path.open("a") as file:
+        with files.naming(self._path), self._path.open("a") as file:
             file.write(json.dumps({"step": step, "most": most, "least": least}) + "\n")
         if not most or most[0]["depth"] == least[0]["depth"]:
             return None  # nothing is adaptive: no token differs

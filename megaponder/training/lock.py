@@ -26,12 +26,14 @@ PATIENCE = 35.0
 
 @contextmanager
 def own_run(run: Path) -> Iterator[None]:
-    """Hold a run folder for all ranks; UserError on all of them if another live job has it."""
+    """Hold a run folder for all ranks; UserError on all of them if a live job has it, or nodes do not share it."""
     from megaponder.ranks import on_first_rank  # here: the lock itself does without torch
+    from megaponder.training.shared import prove_shared
 
     lock = RunLock(run)
-    on_first_rank(lock.acquire)
     try:
+        on_first_rank(lock.acquire)
+        prove_shared(run)
         yield
     finally:
         lock.release()
@@ -51,6 +53,7 @@ class RunLock:
 
     def acquire(self) -> None:
         """Take the lock; UserError if a live job has it."""
+        files.refuse_lost_link(self.path.parent)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -97,7 +100,7 @@ class RunLock:
             handle = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
         except FileExistsError:
             return False
-        with os.fdopen(handle, "w") as file:
+        with files.naming(self.path), os.fdopen(handle, "w") as file:
             json.dump(me, file)
         return True
 

@@ -6,6 +6,7 @@ sentence within `DEADLINE` instead of in a collective that never completes.  No 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -15,13 +16,15 @@ import shutil
 import socket
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megaponder import __version__
+from megaponder import __version__, files
 from megaponder.config import launcher
 from megaponder.config.launcher import Place
 from megaponder.config.load import to_mapping
@@ -31,8 +34,10 @@ from megaponder.data.identity import different
 from megaponder.errors import UserError
 from megaponder.monitor.identity import digest
 from megaponder.plan.parameters import model_parameters
+from megaponder.ranks import PATIENCE
 from megaponder.training import setup
 from megaponder.training.lock import RunLock
+from megaponder.training.shared import leave_token, places, take_token, without_token
 
 DEADLINE = 45.0
 """Seconds for all reports to arrive."""
@@ -49,14 +54,17 @@ def preflight(cfg: RunConfig, deadline: float = DEADLINE) -> None:
     here, begin = launcher.adopt(), time.monotonic()
     store = _connect(here, deadline)
     try:
+        files.refuse_lost_link(Path(cfg.run))
         cfg = setup.complete(cfg)
         data = {path: one.stored() for path, one in identities(open_data(cfg)).items()}
         report = look(cfg, here) | {"error": None, "data": data}
     except UserError as error:  # one rank alone may have it; all must hear of it
         report = look(cfg, here) | {"error": str(error), "data": {}}
-    store.set(f"report/{here.rank}", json.dumps(report))
+    with _token(store, here, cfg, deadline) as report["unshared"]:
+        store.set(f"report/{here.rank}", json.dumps(report))
+        if here.rank == 0:
+            lines, problem = conclude(_collect(store, here.world_size, begin + deadline), here.world_size, deadline)
     if here.rank == 0:
-        lines, problem = conclude(_collect(store, here.world_size, begin + deadline), here.world_size, deadline)
         store.set("verdict", json.dumps(problem))
         print("\n".join(lines), flush=True)
     else:
@@ -73,6 +81,28 @@ def preflight(cfg: RunConfig, deadline: float = DEADLINE) -> None:
             time.sleep(0.05)
     if problem is not None:
         raise UserError(problem)
+
+
+@contextmanager
+def _token(store: Any, here: Place, cfg: RunConfig, deadline: float) -> Iterator[str | None]:
+    """Rank 0 leaves a token where the run is to be, and takes it away at the end; what another rank misses of it."""
+    folders, word = places(_existing(Path(cfg.run))), ""
+    if here.rank == 0:
+        with contextlib.suppress(OSError):  # the report says whether the folder can be written to
+            word = leave_token(folders)
+        store.set("token", json.dumps([word, [str(folder) for folder in folders]]))
+        yield None
+        with contextlib.suppress(OSError):
+            take_token(word, folders)
+        return
+    lacks = None
+    with contextlib.suppress(dist.DistError, RuntimeError):  # who waits for the verdict will say that rank 0 is lost
+        store.wait(["token"], datetime.timedelta(seconds=deadline))
+        word, names = json.loads(store.get("token"))
+        end = time.monotonic() + PATIENCE
+        while word and (lacks := without_token(word, [Path(name) for name in names])) and time.monotonic() < end:
+            time.sleep(0.5)
+    yield lacks
 
 
 def look(cfg: RunConfig, here: Place) -> Report:
@@ -138,6 +168,8 @@ def _problem(reports: dict[int, Report], hosts: dict[str, list[int]], world: int
             return f"{where} may not write to {r['folder']}, where the run folder is to be."
         if r["taken"]:
             return f"{where}: {r['taken']}"
+        if r["unshared"]:
+            return f"{where} {r['unshared']}."
         if r["checkpoint"] and r["free"] < r["checkpoint"]:
             need, free = r["checkpoint"] / 1e9, r["free"] / 1e9
             return f"{where} sees {free:.1f} GB free in {r['folder']}; a checkpoint needs about {need:.1f} GB."
@@ -202,7 +234,7 @@ def _checkpoint_bytes(cfg: RunConfig) -> int:
 def _existing(path: Path) -> Path:
     """The folder itself or the nearest thing above it that is there."""
     path = path.absolute()
-    while not os.path.lexists(path):
+    while not path.exists():
         path = path.parent
     return path
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megaponder import files
 from megaponder.monitor import jsonl
 from megaponder.ranks import on_first_rank
 
@@ -51,7 +52,7 @@ def write(path: Path, event: str, **values: Any) -> None:
     row = {"event": event, **values, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
+    with files.naming(path), path.open("a") as file:
         file.write(json.dumps(row) + "\n")
 
 

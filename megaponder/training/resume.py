@@ -8,10 +8,10 @@ from pathlib import Path
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
 
-from megaponder.checkpoint import folder, restore
-from megaponder.checkpoint.choose import Choice, choose, locate
-from megaponder.checkpoint.state import CONFIG, TrainState, load_state
-from megaponder.config.load import load_config
+from megaponder import files
+from megaponder.checkpoint import agree, folder, restore
+from megaponder.checkpoint.choose import Choice
+from megaponder.checkpoint.state import TrainState, load_saved_config, load_state
 from megaponder.config.schema import RunConfig
 from megaponder.errors import ConfigError, UserError
 from megaponder.ranks import on_first_rank
@@ -28,7 +28,7 @@ def resume(
     if found and cfg.checkpoint.resume == "never":
         fix = "use auto, or another run folder"
         raise ConfigError("checkpoint.resume", "never", f"{root} holds the checkpoints of an earlier run", fix)
-    choice = choose(root, restore.agreed_damage) if found else Choice(None)
+    choice = agree.choose(root)
     if choice.path is not None:
         return _go_on(cfg, choice, stage, optimizer, data, say)
     if choice.skipped:
@@ -39,8 +39,7 @@ def resume(
     if cfg.checkpoint.resume == "must":
         raise ConfigError("checkpoint.resume", "must", f"{root} holds no checkpoint to continue from", "use auto")
     if cfg.checkpoint.load is not None:
-        source = cfg.checkpoint.load
-        path = Path(on_first_rank(lambda: str(locate(source))))
+        path = agree.locate(cfg.checkpoint.load)
         for warning in on_first_rank(lambda: refuse_other_model(cfg, path, weights_only=True)):
             say(warning)
         fresh, left = restore.load(path, stage, optimizer)
@@ -69,7 +68,7 @@ def _go_on(
     try:
         state = restore.resume(path, stage, optimizer)
     except restore.OtherModelError as error:
-        saved, now = load_config(path / CONFIG, []).ponder.options, cfg.ponder.options
+        saved, now = load_saved_config(path).ponder.options, cfg.ponder.options
         if saved == now:
             raise
         rule = f"checkpoint {path} was trained with {saved!r}, and {error.difference}"
@@ -89,5 +88,7 @@ def refuse_bare_weights(cfg: RunConfig, checkpoint: Path) -> None:
 
 
 def _sweep_and_list(root: Path) -> list[str]:
+    files.refuse_lost_link(root)
     folder.sweep(root)
+    files.sweep(root.parent)
     return [str(p) for p in folder.published(root).values()]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megaponder.checkpoint import restore
-from megaponder.checkpoint.choose import choose
+from megaponder.checkpoint import agree, restore
 from megaponder.checkpoint.state import load_state
 from megaponder.errors import UserError
+from megaponder.ranks import on_first_rank
 from megaponder.training.build import Run
 from megaponder.training.step import whole_parameters
 
@@ -20,15 +20,16 @@ def roll_back(run: Run) -> None:
     run.clock.enter("start")
     run.saver.wait()
     root, faults = Path(run.cfg.run) / "checkpoints", run.faults
-    choice = choose(root, restore.agreed_damage)
+    choice = agree.choose(root)
     if choice.path is None:
         raise UserError(
             f"Steps {faults.streak[0]} to {faults.streak[-1]} were skipped in a row (faults.rollback_after), and "
             f"{root} holds no whole checkpoint to go back to; choose a smaller checkpoint.every."
         )
-    faults.rolled_back(load_state(choice.path)[0].step)
+    path = choice.path
+    faults.rolled_back(on_first_rank(lambda: load_state(path)[0].step))
     with whole_parameters(run.engine):
-        run.state = restore.resume(choice.path, run.engine.stage, run.optimizer)
+        run.state = restore.resume(path, run.engine.stage, run.optimizer)
     run.saver.newest = run.state.step
     run.batches.restart(run.state)
     run.monitor.close()

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from megaponder.checkpoint.state import load_saved_config
 from megaponder.config import launcher
 from megaponder.config.facts import facts_of
 from megaponder.config.fields import all_fields, value_of
 from megaponder.config.gpus import find_gpu
-from megaponder.config.load import dump, load_config
+from megaponder.config.load import dump
 from megaponder.config.resolve import resolve
 from megaponder.config.rules import check
 from megaponder.config.rules.case import Machine, this_machine
@@ -105,7 +106,7 @@ def refuse_other_model(cfg: RunConfig, checkpoint: Path, weights_only: bool = Fa
 
     Weights alone may go to another method and another padding of the vocabulary.
     """
-    saved = load_config(checkpoint / "config.yaml", [])
+    saved = load_saved_config(checkpoint)
     for name in IDENTITY:
         now, then = value_of(cfg, name), value_of(saved, name)
         if now != then and not (weights_only and name in ("ponder.method", "model.vocab_multiple")):

@@ -33,18 +33,17 @@ def save(root: Path, step: int, size: int = 1000) -> Path:
     write_index(path, "__0_0.distcp", "__1_0.distcp")
     for name in ("common.pt", "metadata.json", "config.yaml"):
         (path / name).write_text(name)
-    for rank in range(2):
-        (path / f"__{rank}_0.distcp").write_bytes(bytes([step % 256, rank]) * size)
-        manifest.write_part(path, rank, [f"__{rank}_0.distcp"])
+    shards = [f"__{rank}_0.distcp" for rank in range(2)]
+    for rank, name in enumerate(shards):
+        (path / name).write_bytes(bytes([step % 256, rank]) * size)
     save_state(path, TrainState(step, 4 * step, 40 * step), Contents(False, {"tensor": 2}))
-    return folder.publish(root, step)
+    return folder.publish(path, root, step, manifest.describe(path, shards))
 
 
 def test_a_published_checkpoint_is_whole_and_says_where_it_was(tmp_path):
     path = save(tmp_path, 7)
     assert path.name == "step_00000007" and damage(path) is None
     assert load_state(path) == (TrainState(7, 28, 280), Contents(False, {"tensor": 2}))
-    assert not list(path.glob("manifest-part-*"))
     names = set(json.loads((path / "manifest.json").read_text())["files"])
     assert names == {
         "__0_0.distcp", "__1_0.distcp", ".metadata", "common.pt", "metadata.json", "config.yaml", "state.json",
@@ -178,10 +177,10 @@ def test_what_may_not_be_read_is_not_passed_over(tmp_path, monkeypatch, reader):
     save(tmp_path, 1)
     new, honest = save(tmp_path, 2), getattr(manifest, reader)
 
-    def denied(path):
+    def denied(path, fresh=False):
         if new in (path, path.parent):
             raise PermissionError(13, "Permission denied", str(new / "__0_0.distcp"))
-        return honest(path)
+        return honest(path, fresh) if reader == "checksum" else honest(path)
 
     monkeypatch.setattr(manifest, reader, denied)
     for path in (tmp_path, new):
@@ -198,9 +197,9 @@ def test_ranks_that_divide_the_reading_find_every_flip(tmp_path):
 
 def test_half_written_folders_are_never_chosen_and_are_swept(tmp_path):
     old = save(tmp_path, 1)
-    folder.begin(tmp_path, 2)
+    left = folder.begin(tmp_path, 2)
     assert choose(tmp_path).path == old and choose(tmp_path).skipped == ()
-    assert [p.name for p in folder.sweep(tmp_path)] == [".step_00000002.tmp"]
+    assert folder.sweep(tmp_path) == [left] and left.name.startswith(".step_00000002.")
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
 
 
@@ -226,7 +225,7 @@ def test_locate_explains_itself(tmp_path):
 def test_retention(tmp_path):
     for step in (10, 20, 30, 40, 50):
         save(tmp_path, step)
-    assert folder.retain(tmp_path, keep_last=2, keep_every=20) == [10, 30]
+    assert folder.retain(tmp_path, 50, keep_last=2, keep_every=20) == [10, 30]
     assert list(folder.published(tmp_path)) == [50, 40, 20]
 
 
@@ -252,7 +251,7 @@ def test_kill_9_while_saving_leaves_only_whole_checkpoints(tmp_path):
         while True:
             step += 1
             save(root, step, 200_000)
-            folder.retain(root, 2, 0)
+            folder.retain(root, step, 2, 0)
     """
     import random
     import time

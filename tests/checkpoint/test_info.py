@@ -42,7 +42,7 @@ def build(root: Path) -> Path:
     for name in ("common.pt", "metadata.json"):  # megatron-core's, which nothing here reads
         (path / name).write_text(name)
     save_state(path, TrainState(5, 20, 320), Contents(False, {"tensor": 2, "pipeline": 1, "data": 4}))
-    return folder.publish(root, 5)
+    return folder.publish(path, root, 5)
 
 
 def test_info(tmp_path):
@@ -65,7 +65,8 @@ def test_info(tmp_path):
             "model: {family: llama, num_layers: 1, hidden_size: 8, num_heads: 3, vocab_size: 90}",
             "it must divide",
         ),
-        ("__0_0.distcp", "junk", "cannot be loaded (CheckpointException"),
+        ("__0_0.distcp", "junk", ".metadata expects "),
+        ("__0_0.distcp", "junk" * 10_000, "cannot be loaded (CheckpointException"),
     ],
 )
 def test_what_was_changed_with_its_manifest_is_a_sentence(tmp_path, name, content, words):

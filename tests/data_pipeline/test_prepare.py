@@ -20,6 +20,7 @@ from megaponder.data.info import inspect_dataset
 from megaponder.data.prepare import PrepareOptions, PrepareProgress, prepare
 from megaponder.errors import ConfigError, UserError
 from tests.data_pipeline.make import huggingface_tokenizer, jsonl
+from tests.full_disk import files_of_at_most
 
 SUFFIXES = (".bin", ".idx", ".json")
 
@@ -298,3 +299,9 @@ def test_special_tokens_that_are_spelled_out(tmp_path: Path, capsys: pytest.Capt
     assert (found["text"].inner_eods, found["token"].inner_eods) == (0, 1)
     assert main(["inspect", str(tmp_path / "token"), "--audit"]) == 0
     assert "EOD within documents 1: " in capsys.readouterr().out
+
+
+def test_a_full_disk_names_the_file_and_the_work_goes_on_later(options: PrepareOptions) -> None:
+    with files_of_at_most(1000), pytest.raises(UserError, match=r"File too large: '.*set\.partial/tokens\.bin'"):
+        prepare(options)
+    assert prepare(options).meta.documents == 320

@@ -133,8 +133,8 @@ def _full_disk(engine: Any, step: int, out: Any) -> Any:
     return out
 
 
-def _train(job: dict[str, Any]) -> Any:
-    """The exit code, or the sentence of a UserError."""
+def _train(job: dict[str, Any], show: Callable[[UserError], Any] = str) -> Any:
+    """The exit code, or the sentence of a UserError (what `show` makes of it)."""
     from megaponder.engine import groups as process_groups
     from megaponder.training import setup
 
@@ -146,7 +146,7 @@ def _train(job: dict[str, Any]) -> Any:
 
         return run(cfg, groups)
     except UserError as error:
-        return str(error)
+        return show(error)
     finally:
         while _undo:
             _undo.pop()()

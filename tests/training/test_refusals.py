@@ -7,7 +7,7 @@ import shutil
 import socket
 import time
 
-from megaponder.checkpoint import folder
+from megaponder.checkpoint import folder, manifest
 from tests.training.conftest import Base, run
 
 
@@ -125,3 +125,44 @@ def test_nan_stops_the_run_and_leaves_checkpoints_alone(base: Base):
     assert max(base.rows("nan")) == 4
     run("run_train", 2, **job)
     assert abs(base.rows("nan")[8]["loss"] - base.rows()[8]["loss"]) < 1e-4
+
+
+def test_what_was_moved_and_linked_back_works_or_is_refused(base: Base):
+    """Nothing begins anew because a disk is not mounted; a configuration of a later version is told with its file."""
+    root = base.root
+
+    def moved(path, name: str) -> None:
+        path.rename(root / name)
+        path.symlink_to(root / name)
+
+    jobs = {
+        name: base.copy(f"links-{name}", upto=6) for name in ("work", "run", "checkpoints", "step", "newer")
+    } | {"data": base.copy("links-data", upto=6)}  # fmt: skip
+    work = root / "links-work"
+    moved(work / "checkpoints" / "step_00000003", "third-disk")
+    moved(work / "checkpoints", "second-disk")
+    moved(work, "first-disk")
+    jobs["work"]["checkpoint__keep_last"] = 1
+    (root / "linked-data").mkdir()
+    for path in [*root.glob("train.*"), *root.glob("valid.*")]:
+        (root / "linked-data" / path.name).symlink_to(path)
+    (root / "data-link").symlink_to(root / "linked-data")
+    jobs["data"]["data"] = str(root / "data-link")
+    for name, path in (("run", ""), ("checkpoints", "checkpoints"), ("step", "checkpoints/step_00000006")):
+        moved(root / f"links-{name}" / path, f"unmounted-{name}")
+        (root / f"unmounted-{name}").rename(root / f"gone-{name}")
+    newer = root / "links-newer" / "checkpoints" / "step_00000006"
+    config = newer / "config.yaml"
+    config.write_text(config.read_text().replace("model:\n", "model:\n  windows: 3\n"))
+    manifest.seal(newer)
+
+    (found,), output = run("refusals", 1, jobs=list(jobs.values()))
+    said = dict(zip(jobs, found, strict=True))
+    assert said["work"] == "" and base.rows("links-work")[8]["loss"] == base.rows()[8]["loss"]
+    assert [p.name for p in (root / "second-disk").iterdir()] == ["step_00000008"] and (root / "third-disk").is_dir()
+    assert said["data"] == "" and "another one than" not in output
+    for name, path in (("run", ""), ("checkpoints", "/checkpoints"), ("step", "/checkpoints/step_00000006")):
+        assert f"{root}/links-{name}{path}" in said[name] and f"a link to {root}/unmounted-{name}" in said[name], said
+        assert "which is not there; bring that back" in said[name]
+    assert list(folder.published(root / "links-step" / "checkpoints")) == [6, 3]
+    assert said["newer"].startswith(f"{config}: model.windows = 3: there is no such field")
