@@ -1,26 +1,118 @@
-"""One transformer layer: two residual steps, or GPT-NeoX's parallel residual."""
+"""One layer, made of the features of the model section: norms, attention, MLP, residuals.
+
+megatron-core builds and shards the parameters, so checkpoints have its names; the forward pass is written here, with
+the attention hook of the pondering methods in its middle.
+
+Shapes: s rows, b micro-batch, H hidden, h heads of this rank, g key/value heads of this rank, d head size.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from megatron.core.transformer.transformer_layer import TransformerLayer
+import torch
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
 from megaponder.backbone import fused
-from megaponder.backbone.attention import Attend, Kept, Reads, read_rows
+from megaponder.backbone.parts import Parts
+from megaponder.config.model import ModelConfig
 
-ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
-    "pythia": fused.gelu,
-    "gpt2": fused.gelu_tanh,
-    "llama": fused.swiglu,
+Kept = tuple[Tensor, ...]
+Attend = Callable[[Tensor, Tensor, Tensor, Kept, Callable[..., Tensor]], tuple[Tensor, Kept]]
+Reads = tuple[int, tuple[int, ...]]
+"""(slots per token, the slots that are read): which rows the last layer finishes."""
+
+ACTIVATIONS: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {
+    "gelu": fused.gelu,
+    "gelu_tanh": fused.gelu_tanh,
+    "swiglu": fused.swiglu,
 }
-"""By family; the gated one has no bias."""
+
+
+def layer_spec(model: ModelConfig, parts: Parts) -> ModuleSpec:
+    """What megatron-core builds of a layer: the parts that the features ask for."""
+    norm, names = IdentityOp, {}
+    if not parts.fused_norm:
+        # norms carry Transformer Engine's checkpoint names, so both kinds load each other's files
+        norm = parts.norm
+        names = {
+            "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+            "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+        }
+    attention = SelfAttentionSubmodules(
+        linear_qkv=_with_bias(parts.column, model.qkv_bias),
+        core_attention=parts.core,
+        linear_proj=_with_bias(parts.row, model.output_bias),
+    )
+    mlp = MLPSubmodules(
+        linear_fc1=_with_bias(parts.column, model.mlp_bias), linear_fc2=_with_bias(parts.row, model.mlp_bias)
+    )
+    return ModuleSpec(
+        module=PonderLayer,
+        params={"model": model},
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=ModuleSpec(
+                module=PonderAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+            ),
+            pre_mlp_layernorm=norm,
+            mlp=ModuleSpec(module=MLP, submodules=mlp),
+            sharded_state_dict_keys_map=names,
+        ),
+    )
+
+
+def _with_bias(linear: Any, bias: bool | None) -> Any:
+    """The class of a linear layer, with or without bias whatever megatron-core asks for: it has one answer for all."""
+
+    class Linear(linear):
+        def __init__(self, *args: Any, **options: Any):
+            super().__init__(*args, **options | {"bias": bool(bias)})
+
+    Linear.__name__ = Linear.__qualname__ = linear.__name__
+    return Linear
+
+
+def read_rows(x: Tensor, reads: Reads | None) -> Tensor:
+    """Rows of the slots that are read, token-major: [tokens * slots, ...] -> [tokens * len(read), ...]."""
+    if reads is None:
+        return x
+    slots, read = reads
+    x = x.unflatten(0, (-1, slots))
+    return torch.stack([x[:, i] for i in read], dim=1).flatten(0, 1)
 
 
 def _add(x: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
     return x + out if bias is None else fused.add_biased(x, out, bias)
+
+
+class PonderAttention(SelfAttention):
+    """megatron-core's self-attention with `attend(q, k, v, kept, core) -> (output, kept)` in its middle."""
+
+    def forward(
+        self, x_sbh: Tensor, rotary: Tensor | None, attend: Attend, kept: Kept, reads: Reads | None = None
+    ) -> tuple[Tensor, Tensor | None, Kept]:
+        """Output without its bias, the bias, and what the method keeps."""
+        qkv, _ = self.linear_qkv(x_sbh)
+        heads, groups = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
+        q, k, v = self._heads(qkv, rotary, heads, groups)
+        out, kept = attend(q, k, v, kept, self.core_attention)
+        out = read_rows(out, reads)
+        projected, bias = self.linear_proj(out.reshape(*out.shape[:2], -1))
+        return projected, bias, kept
+
+    def _heads(self, qkv: Tensor, rotary: Tensor | None, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [s, b, h, d], keys and values [s, b, g, d] at their positions."""
+        if rotary is None:
+            return fused.split(qkv, heads, groups)
+        return fused.split_rotated(qkv, rotary, heads, groups)
 
 
 class PonderLayer(TransformerLayer):
@@ -30,10 +122,10 @@ class PonderLayer(TransformerLayer):
     identities and the same forward holds.
     """
 
-    def __init__(self, *args: Any, family: str, parallel_residual: bool = False, **kwargs: Any):
+    def __init__(self, *args: Any, model: ModelConfig, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.parallel_residual = parallel_residual
-        self._activation = ACTIVATIONS[family]
+        self.parallel_residual = model.parallel_residual
+        self._activation = ACTIVATIONS[str(model.activation)]
 
     def forward(
         self, x_sbh: Tensor, rotary: Tensor | None, attend: Attend, kept: Kept, reads: Reads | None = None
@@ -48,13 +140,11 @@ class PonderLayer(TransformerLayer):
         x_sbh = read_rows(x_sbh, reads)
         inner, inner_bias = self._mlp(read_rows(for_mlp, reads))
         if bias is None or inner_bias is None:
-            return x_sbh + attended + inner, kept
+            return _add(_add(x_sbh, attended, bias), inner, inner_bias), kept
         return fused.add_biased_twice(x_sbh, attended, bias, inner, inner_bias), kept
 
     def _mlp(self, x_sbh: Tensor) -> tuple[Tensor, Tensor | None]:
         """megatron-core's MLP with the activation as one kernel; the bias of its end is left to the residual."""
         inner, bias = self.mlp.linear_fc1(self.pre_mlp_layernorm(x_sbh))
-        out: tuple[Tensor, Tensor | None] = self.mlp.linear_fc2(
-            self._activation(inner) if bias is None else self._activation(inner, bias)
-        )
+        out: tuple[Tensor, Tensor | None] = self.mlp.linear_fc2(self._activation(inner, bias))
         return out

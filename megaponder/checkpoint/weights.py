@@ -19,8 +19,8 @@ from megaponder.ponder.settings import check_shape
 def read_config(folder: Path) -> RunConfig:
     """The configuration of the run that saved; UserError if no run can have had it."""
     try:
-        cfg = load_config(folder / CONFIG, [])
-        check_shape(resolve(cfg))
+        cfg = resolve(load_config(folder / CONFIG, []))  # an older version's lacks newer features
+        check_shape(cfg)
     except ConfigError as error:
         raise UserError(f"Checkpoint {folder} has a configuration that no run can have had: {error}") from None
     return cfg

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from megaponder.config.resolve import resolve
 from megaponder.config.schema import ModelConfig, RunConfig
 from megaponder.engine import cpu
 from tests.layouts import official
@@ -105,7 +106,7 @@ def _official_config(family: str, method: str, options: dict[str, Any]) -> RunCo
         )
     )
     cfg.ponder.method, cfg.ponder.options, cfg.data.sequence_length = method, options, 12
-    return cfg
+    return resolve(cfg)
 
 
 @pytest.mark.parametrize("name", list(OFFICIAL))
