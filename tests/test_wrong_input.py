@@ -293,6 +293,7 @@ HF: dict[str, dict[str, Any]] = {
     "gpt_neox": {"hidden_size": 32, "num_attention_heads": 4},
     "llama": {"hidden_size": 32, "num_attention_heads": 4},
     "gpt2": {},
+    "qwen3": {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2},
 }
 
 

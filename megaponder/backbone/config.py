@@ -88,6 +88,7 @@ def transformer_config(cfg: RunConfig) -> TransformerConfig:
         num_query_groups=m.num_kv_heads,
         ffn_hidden_size=m.ffn_size,
         kv_channels=m.head_size,
+        qk_layernorm=m.qk_norm == "head",  # their weights' gradients are summed over the tensor group
         gated_linear_unit=m.gated,  # activation and biases: see backbone.layer
         normalization={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[str(m.norm)],
         layernorm_epsilon=m.norm_eps,

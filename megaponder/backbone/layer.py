@@ -49,6 +49,8 @@ def layer_spec(model: ModelConfig, parts: Parts) -> ModuleSpec:
     attention = SelfAttentionSubmodules(
         linear_qkv=_with_bias(parts.column, model.qkv_bias),
         core_attention=parts.core,
+        q_layernorm=parts.norm if model.qk_norm == "head" else None,
+        k_layernorm=parts.norm if model.qk_norm == "head" else None,
         linear_proj=_with_bias(parts.row, model.output_bias),
     )
     mlp = MLPSubmodules(
@@ -93,6 +95,9 @@ def _add(x: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
     return x + out if bias is None else fused.add_biased(x, out, bias)
 
 
+_rotated = fused.one_kernel(fused.rotated)
+
+
 class PonderAttention(SelfAttention):
     """megatron-core's self-attention with `attend(q, k, v, kept, core) -> (output, kept)` in its middle."""
 
@@ -110,9 +115,14 @@ class PonderAttention(SelfAttention):
 
     def _heads(self, qkv: Tensor, rotary: Tensor | None, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [s, b, h, d], keys and values [s, b, g, d] at their positions."""
-        if rotary is None:
-            return fused.split(qkv, heads, groups)
-        return fused.split_rotated(qkv, rotary, heads, groups)
+        if rotary is not None and self.q_layernorm is None:
+            return fused.split_rotated(qkv, rotary, heads, groups)
+        q, k, v = fused.split(qkv, heads, groups)
+        if self.q_layernorm is not None:
+            q, k = self.q_layernorm(q), self.k_layernorm(k)
+        if rotary is not None:
+            q, k = _rotated(q, rotary), _rotated(k, rotary)
+        return q, k, v
 
 
 class PonderLayer(TransformerLayer):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Family = Literal["pythia", "llama", "gpt2"]
+Family = Literal["pythia", "llama", "gpt2", "qwen3"]
 
 
 @dataclass
@@ -19,7 +19,7 @@ class ModelConfig:
     preset: str | None = None
     """Named shape, for example pythia-410m or llama-1.4b; `megaponder plan --presets` lists them."""
     family: Family | None = None
-    """Set of features: pythia (GPT-NeoX), llama or gpt2.  Features that are given beside it beat it."""
+    """Set of features: pythia (GPT-NeoX), llama, gpt2 or qwen3.  Features that are given beside it beat it."""
 
     num_layers: int | None = None
     """Transformer layers in the stack that a pass runs through."""
@@ -45,6 +45,8 @@ class ModelConfig:
     """Kind of every norm: LayerNorm (with bias) or RMSNorm."""
     norm_eps: float | None = None
     """Epsilon of the norms."""
+    qk_norm: Literal["none", "head"] | None = None
+    """Norm of queries and keys before RoPE: none, or over the channels of each head (Qwen3)."""
     activation: Literal["gelu", "gelu_tanh", "swiglu"] | None = None
     """Inside the MLP: exact GELU, its tanh approximation, or SwiGLU (gated, hence three matrices instead of two)."""
     qkv_bias: bool | None = None
@@ -105,6 +107,7 @@ class ModelConfig:
 _LLAMA = ModelConfig(
     norm="rmsnorm",
     norm_eps=1e-5,
+    qk_norm="none",
     activation="swiglu",
     qkv_bias=False,
     output_bias=False,
@@ -136,6 +139,7 @@ FAMILIES: dict[str, ModelConfig] = {
     ),
     "llama": _LLAMA,
     "gpt2": _GPT2,
+    "qwen3": replace(_LLAMA, qk_norm="head"),
 }
 """The features of each family."""
 SIZES = (

@@ -88,6 +88,8 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(width, self.heads * self.size, bias=bias)
         self.k_proj = nn.Linear(width, self.groups * self.size, bias=bias)
         self.v_proj = nn.Linear(width, self.groups * self.size, bias=bias)
+        by_head = getattr(config, "qk_norm", "none") == "head"  # a config.json of an earlier version does not have it
+        self.q_norm, self.k_norm = (make_norm(config, self.size) if by_head else nn.Identity() for _ in "qk")
         self.o_proj = nn.Linear(self.heads * self.size, width, bias=config.output_bias)
 
     def forward(
@@ -103,7 +105,7 @@ class Attention(nn.Module):
         q, k, v = (
             proj(x).view(b, rows, -1, self.size).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = rotate(q, tables), rotate(k, tables)
+        q, k = rotate(self.q_norm(q), tables), rotate(self.k_norm(k), tables)
         k, v, own_k, own_v = view.join(entry, k, v, before)
         if self.groups != self.heads:
             k, v = (y.repeat_interleave(self.heads // self.groups, dim=1) for y in (k, v))

@@ -6,11 +6,13 @@ in `FORMATS`, which imports and exports read alike.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 LAYER_NAMES = {
     "input_layernorm": "input_layernorm",
+    "self_attention.q_layernorm": "self_attn.q_norm",
+    "self_attention.k_layernorm": "self_attn.k_norm",
     "self_attention.linear_proj": "self_attn.o_proj",
     "pre_mlp_layernorm": "post_attention_layernorm",
     "mlp.linear_fc2": "mlp.down_proj",
@@ -186,5 +188,18 @@ _GPT2 = Format(
     ),
     rotary=False,
 )
-FORMATS = {"gpt_neox": _NEOX, "llama": _LLAMA, "gpt2": _GPT2}
+_QWEN3 = replace(
+    _LLAMA,
+    family="qwen3",
+    architecture="Qwen3ForCausalLM",
+    defaults=_LLAMA.defaults
+    | {
+        "vocab_size": 151936,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "intermediate_size": 22016,
+        "max_position_embeddings": 32768,
+    },
+)
+FORMATS = {"gpt_neox": _NEOX, "llama": _LLAMA, "gpt2": _GPT2, "qwen3": _QWEN3}
 """By model_type."""

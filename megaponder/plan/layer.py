@@ -35,11 +35,14 @@ def layer_parameters(model: ModelConfig, tensor: int = 1) -> LayerParameters:
     attention, mlp = (qkv + out) // tensor, (first + last) // tensor
     if model.qkv_bias:
         attention += (model.query_width + 2 * model.key_width) // tensor
+    norms = 2 * norm_parameters(model, h)
+    if model.qk_norm == "head":
+        norms += 2 * norm_parameters(model, model.head_size or 0)
     if model.output_bias:
         attention += h
     if model.mlp_bias:
         mlp += (2 if model.gated else 1) * model.ffn_size // tensor + h
-    return LayerParameters(attention, mlp, norms=2 * norm_parameters(model, h))
+    return LayerParameters(attention, mlp, norms)
 
 
 def linear_flops(model: ModelConfig) -> float:
@@ -73,7 +76,14 @@ def norms_bytes(model: ModelConfig, e: int, te: bool) -> float:
 
 def attention_bytes(model: ModelConfig, e: int, te: bool) -> float:
     """What one row keeps between the projections: q, k, v, and the input of the output projection."""
-    return 4.0 * model.query_width * e  # with grouped queries, k and v are repeated for all heads
+    kept = 4.0 * model.query_width * e  # with grouped queries, k and v are repeated for all heads
+    if model.qk_norm == "head":
+        # their input: the projection's output, of which grouped queries are copied; the local RMSNorm's FP32 input and
+        # normed value; what comes out of them is rotated and not kept
+        grouped = model.key_width < model.query_width
+        copies = 3 if model.norm == "rmsnorm" and not te else 2 if grouped else 1
+        kept += copies * (model.query_width + model.key_width) * e
+    return kept
 
 
 def mlp_elements(model: ModelConfig) -> int:

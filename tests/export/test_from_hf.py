@@ -55,7 +55,7 @@ BASE: dict[str, dict[str, Any]] = {
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
         ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights = False"),
         ("llama", {"logit_scale": 0.5}, "logit_scale = 0.5 is not known .* say --ignore logit_scale"),
-        ("llama", {"model_type": "mamba"}, "model_type = 'mamba' .* must be one of gpt_neox, llama, gpt2"),
+        ("llama", {"model_type": "mamba"}, "model_type = 'mamba' .* must be one of gpt_neox, llama, gpt2, qwen3"),
     ],
 )
 def test_fields_that_cannot_be_represented(kind: str, change: dict[str, Any], words: str) -> None:

@@ -103,6 +103,7 @@ CASES = {
             "parallel_residual": True,
         },
     ),
+    "qk-norm-gqa": Case("qwen3", "ponderlm2", {"latents": 1, "jacobi": 1}, {"num_kv_heads": 2, "head_size": 12}),
     "halfway-llama": Case("llama", "halfway"),
     "everything-llama": Case("llama", "sink", {}, {"num_kv_heads": 2}),
     "everything-deep": Case("pythia", "sink", {}, {"num_layers": 6}),  # PP = 2 and 3 divide it
@@ -164,6 +165,7 @@ REPRESENTATIVES = (
     "ponderlm-pythia",
     "ponderlm2-llama-gqa",
     "adaptive-cot-skip-gqa",
+    "qk-norm-gqa",
     "everything-llama",
     "everything-deep",
 )

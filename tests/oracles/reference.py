@@ -71,8 +71,10 @@ class Oracle:
         per_group = m.num_heads // m.num_kv_heads
         qkv = self.linear(x, f"{name}.linear_qkv").view(rows, m.num_kv_heads, per_group + 2, -1)
         d = qkv.shape[-1]
-        q = self.rotate(qkv[:, :, :per_group].reshape(rows, m.num_heads, d), positions)
-        k = self.rotate(qkv[:, :, per_group], positions).repeat_interleave(per_group, dim=1)
+        q, k = qkv[:, :, :per_group].reshape(rows, m.num_heads, d), qkv[:, :, per_group]
+        if m.qk_norm == "head":
+            q, k = self.norm(q, f"{name}.q_layernorm"), self.norm(k, f"{name}.k_layernorm")
+        q, k = self.rotate(q, positions), self.rotate(k, positions).repeat_interleave(per_group, dim=1)
         v = qkv[:, :, per_group + 1].repeat_interleave(per_group, dim=1)
         if keys is not None:
             k, v = keys(name, k, v)

@@ -20,6 +20,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "pythia": {"family": "pythia"},
     "pythia-sequential": {"family": "pythia", "parallel_residual": False},
     "gpt2": {"family": "gpt2"},
+    "qk-norm": {"family": "qwen3", "num_kv_heads": 2, "head_size": 24},
+    "qk-layernorm": {"family": "gpt2", "qk_norm": "head"},
     "wide-heads": {"family": "llama", "head_size": 24, "num_kv_heads": 2, "qkv_bias": True, "activation": "gelu"},
 }
 TOKENS, BATCH, VOCAB = 64, 2, 512
