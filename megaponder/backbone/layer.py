@@ -18,7 +18,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-from torch import Tensor
+from torch import Tensor, nn
 
 from megaponder.backbone import fused
 from megaponder.backbone.parts import Parts
@@ -58,7 +58,7 @@ def layer_spec(model: ModelConfig, parts: Parts) -> ModuleSpec:
     )
     return ModuleSpec(
         module=PonderLayer,
-        params={"model": model},
+        params={"model": model, "branch_norm": parts.norm if model.norm_placement == "sandwich" else None},
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=ModuleSpec(
@@ -91,7 +91,10 @@ def read_rows(x: Tensor, reads: Reads | None) -> Tensor:
     return torch.stack([x[:, i] for i in read], dim=1).flatten(0, 1)
 
 
-def _add(x: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
+def _add(x: Tensor, out: Tensor, bias: Tensor | None, norm: nn.Module | None) -> Tensor:
+    """The residual step: x + norm(out + bias)."""
+    if norm is not None:
+        return x + norm(out if bias is None else out + bias)
     return x + out if bias is None else fused.add_biased(x, out, bias)
 
 
@@ -132,8 +135,14 @@ class PonderLayer(TransformerLayer):
     identities and the same forward holds.
     """
 
-    def __init__(self, *args: Any, model: ModelConfig, **kwargs: Any):
+    def __init__(self, *args: Any, model: ModelConfig, branch_norm: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self.post_self_attn_layernorm = self.post_mlp_layernorm = None
+        if branch_norm is not None:
+            self.post_self_attn_layernorm, self.post_mlp_layernorm = (
+                branch_norm(config=self.config, hidden_size=self.config.hidden_size, eps=self.config.layernorm_epsilon)
+                for _ in range(2)
+            )
         self.parallel_residual = model.parallel_residual
         self._activation = ACTIVATIONS[str(model.activation)]
 
@@ -143,14 +152,15 @@ class PonderLayer(TransformerLayer):
         """Rows in, rows out; with `reads`, all rows serve as keys and only the rows that are read come out."""
         if not self.parallel_residual:
             attended, bias, kept = self.self_attention(self.input_layernorm(x_sbh), rotary, attend, kept, reads)
-            x_sbh = _add(read_rows(x_sbh, reads), attended, bias)
-            return _add(x_sbh, *self._mlp(x_sbh)), kept
+            x_sbh = _add(read_rows(x_sbh, reads), attended, bias, self.post_self_attn_layernorm)
+            return _add(x_sbh, *self._mlp(x_sbh), self.post_mlp_layernorm), kept
         x_sbh, for_attention, for_mlp = fused.thrice(x_sbh)
         attended, bias, kept = self.self_attention(self.input_layernorm(for_attention), rotary, attend, kept, reads)
         x_sbh = read_rows(x_sbh, reads)
         inner, inner_bias = self._mlp(read_rows(for_mlp, reads))
-        if bias is None or inner_bias is None:
-            return _add(_add(x_sbh, attended, bias), inner, inner_bias), kept
+        if bias is None or inner_bias is None or self.post_mlp_layernorm is not None:
+            x_sbh = _add(x_sbh, attended, bias, self.post_self_attn_layernorm)
+            return _add(x_sbh, inner, inner_bias, self.post_mlp_layernorm), kept
         return fused.add_biased_twice(x_sbh, attended, bias, inner, inner_bias), kept
 
     def _mlp(self, x_sbh: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -45,6 +45,8 @@ class ModelConfig:
     """Kind of every norm: LayerNorm (with bias) or RMSNorm."""
     norm_eps: float | None = None
     """Epsilon of the norms."""
+    norm_placement: Literal["pre", "sandwich"] | None = None
+    """pre: x + f(norm(x)) for attention and MLP f; sandwich: x + norm(f(norm(x))), a norm on what is added, too."""
     qk_norm: Literal["none", "head"] | None = None
     """Norm of queries and keys before RoPE: none, or over the channels of each head (Qwen3)."""
     activation: Literal["gelu", "gelu_tanh", "swiglu"] | None = None
@@ -107,6 +109,7 @@ class ModelConfig:
 _LLAMA = ModelConfig(
     norm="rmsnorm",
     norm_eps=1e-5,
+    norm_placement="pre",
     qk_norm="none",
     activation="swiglu",
     qkv_bias=False,

@@ -88,7 +88,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(width, self.heads * self.size, bias=bias)
         self.k_proj = nn.Linear(width, self.groups * self.size, bias=bias)
         self.v_proj = nn.Linear(width, self.groups * self.size, bias=bias)
-        by_head = getattr(config, "qk_norm", "none") == "head"  # a config.json of an earlier version does not have it
+        by_head = getattr(config, "qk_norm", "none") == "head"  # absent before it was a feature
         self.q_norm, self.k_norm = (make_norm(config, self.size) if by_head else nn.Identity() for _ in "qk")
         self.o_proj = nn.Linear(self.heads * self.size, width, bias=config.output_bias)
 
@@ -152,7 +152,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """One pre-norm block: two residual steps, or one parallel step."""
+    """One block: two residual steps, or one parallel step."""
 
     def __init__(self, config: MegaponderConfig):
         super().__init__()
@@ -161,16 +161,20 @@ class Layer(nn.Module):
         self.self_attn = Attention(config)
         self.post_attention_layernorm = make_norm(config, config.hidden_size)
         self.mlp = MLP(config)
+        sandwich = getattr(config, "norm_placement", "pre") == "sandwich"  # as above
+        self.input_layernorm_2, self.post_attention_layernorm_2 = (
+            make_norm(config, config.hidden_size) if sandwich else nn.Identity() for _ in range(2)
+        )
 
     def forward(
         self, x: Tensor, tables: tuple[Tensor, Tensor] | None, view: View, entry: int, *before: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Output [b, r, H]; keys and values of these rows."""
         attended, k, v = self.self_attn(self.input_layernorm(x), tables, view, entry, before)
-        if self.parallel:
-            return x + attended + self.mlp(self.post_attention_layernorm(x)), k, v
-        x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x)), k, v
+        attended = self.input_layernorm_2(attended)
+        y = x if self.parallel else x + attended
+        inner = self.post_attention_layernorm_2(self.mlp(self.post_attention_layernorm(y)))
+        return (x + attended if self.parallel else y) + inner, k, v
 
 
 class Backbone(nn.Module):

@@ -14,7 +14,9 @@ LAYER_NAMES = {
     "self_attention.q_layernorm": "self_attn.q_norm",
     "self_attention.k_layernorm": "self_attn.k_norm",
     "self_attention.linear_proj": "self_attn.o_proj",
+    "post_self_attn_layernorm": "input_layernorm_2",
     "pre_mlp_layernorm": "post_attention_layernorm",
+    "post_mlp_layernorm": "post_attention_layernorm_2",
     "mlp.linear_fc2": "mlp.down_proj",
 }
 """A layer's parameters that are the same tensor on both sides: of the training stage -> of the modelling file."""

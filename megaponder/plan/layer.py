@@ -35,7 +35,7 @@ def layer_parameters(model: ModelConfig, tensor: int = 1) -> LayerParameters:
     attention, mlp = (qkv + out) // tensor, (first + last) // tensor
     if model.qkv_bias:
         attention += (model.query_width + 2 * model.key_width) // tensor
-    norms = 2 * norm_parameters(model, h)
+    norms = (4 if model.norm_placement == "sandwich" else 2) * norm_parameters(model, h)
     if model.qk_norm == "head":
         norms += 2 * norm_parameters(model, model.head_size or 0)
     if model.output_bias:
@@ -71,7 +71,8 @@ def norms_bytes(model: ModelConfig, e: int, te: bool) -> float:
     """What the norms of one row keep for the backward pass; they are split under sequence parallelism only."""
     h = model.hidden_size or 0
     shared = h * e if model.parallel_residual and (te or model.norm != "rmsnorm") else 0  # both norms have one input
-    return 2 * norm_bytes(model, h, e, te) - shared
+    branches = 2 * (norm_bytes(model, h, e, te) - h * e)  # what comes out of them is added and not kept
+    return 2 * norm_bytes(model, h, e, te) - shared + (branches if model.norm_placement == "sandwich" else 0)
 
 
 def attention_bytes(model: ModelConfig, e: int, te: bool) -> float:

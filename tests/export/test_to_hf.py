@@ -37,6 +37,8 @@ CASES = [
     ("llama", "adaponderlm", {}),
     ("pythia", "adaptive_cot", {}),
     ("llama", "ponderlm2", {"max_position_embeddings": 16, "qk_norm": "head", "head_size": 12}),
+    ("llama", "vanilla", {"norm_placement": "sandwich", "qk_norm": "head"}),
+    ("pythia", "loop", {"norm_placement": "sandwich"}),
     ("pythia", "vanilla", {"qk_norm": "head", "activation": "gelu_tanh", "qkv_bias": False, "mlp_bias": False}),
     ("gpt2", "loop", {"norm": "rmsnorm", "activation": "swiglu", "output_bias": False, "head_size": 6}),
 ]

@@ -25,6 +25,9 @@ CASES: dict[str, dict[str, Any]] = {
     "adaponderlm-gathered": {"family": "pythia", "method": "adaponderlm", "options": {"steps": 2}, "skip": True},
     "adaptive_cot": {"family": "llama", "method": "adaptive_cot"},
     "qk-norm": {"family": "qwen3", "method": "loop", "options": {"extra_passes": 1}, "features": {"num_kv_heads": 2}},
+    "sandwich": {
+        "family": "llama", "method": "loop", "options": {"extra_passes": 1}, "features": {"norm_placement": "sandwich"},
+    },
     "ponderlm-recompute": {"family": "pythia", "method": "ponderlm", "options": {"steps": 2}, "recompute": True},
 }  # fmt: skip
 SPREAD: dict[str, dict[str, Any]] = {

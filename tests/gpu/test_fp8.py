@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "pythia": ("pythia", {}),
     "qk-norm": ("qwen3", {"num_kv_heads": 2}),
+    "sandwich": ("llama", {"norm_placement": "sandwich"}),
 }
 
 

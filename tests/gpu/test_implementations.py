@@ -27,6 +27,8 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixed-without-biases": ("pythia", {"qkv_bias": False, "output_bias": False, "mlp_bias": False}),
     "qk-norm": ("qwen3", {"num_kv_heads": 2, "head_size": 128}),
+    "sandwich": ("llama", {"norm_placement": "sandwich"}),
+    "sandwich-parallel": ("pythia", {"norm_placement": "sandwich"}),
     "qk-norm-layernorm": ("pythia", {"qk_norm": "head"}),
 }
 

@@ -104,6 +104,7 @@ CASES = {
         },
     ),
     "qk-norm-gqa": Case("qwen3", "ponderlm2", {"latents": 1, "jacobi": 1}, {"num_kv_heads": 2, "head_size": 12}),
+    "sandwich-gqa": Case("llama", "loop", {"extra_passes": 1}, {"norm_placement": "sandwich", "num_kv_heads": 2}),
     "halfway-llama": Case("llama", "halfway"),
     "everything-llama": Case("llama", "sink", {}, {"num_kv_heads": 2}),
     "everything-deep": Case("pythia", "sink", {}, {"num_layers": 6}),  # PP = 2 and 3 divide it
@@ -166,6 +167,7 @@ REPRESENTATIVES = (
     "ponderlm2-llama-gqa",
     "adaptive-cot-skip-gqa",
     "qk-norm-gqa",
+    "sandwich-gqa",
     "everything-llama",
     "everything-deep",
 )

@@ -34,6 +34,10 @@ ODD = {
     "llama-xs": Case("llama", "ponderlm", {"steps": 3, "multiply_by_steps": True}),
     "qk-norm-layernorm": Case("pythia", "ponderlm", {"steps": 1}, {"qk_norm": "head"}),
     "qk-norm-learned-positions": Case("gpt2", "loop", {"extra_passes": 1}, {"qk_norm": "head", "norm": "rmsnorm"}),
+    "sandwich-parallel": Case("pythia", "ponderlm", {"steps": 1}, {"norm_placement": "sandwich"}),
+    "sandwich-qk-norm": Case(
+        "gpt2", "vanilla", {}, {"norm_placement": "sandwich", "qk_norm": "head", "norm": "rmsnorm"}
+    ),
     "pythia-pause": Case("pythia", "pause", {"pauses": 1, "pause_token_id": 3}),
 }
 ORACLE_CASES = {k: v for k, v in CASES.items() if v.method not in ("sink", "halfway") and v.steps == 1} | ODD

@@ -96,11 +96,13 @@ class Oracle:
             at = f"decoder.layers.{i}"
             normed = self.norm(x, f"{at}.input_layernorm")
             attended = self.attention(normed, positions, f"{at}.self_attention", logit_bias, keys)
-            if self.m.parallel_residual:
-                x = x + attended + self.mlp(self.norm(x, f"{at}.pre_mlp_layernorm"), f"{at}.mlp")
-            else:
-                x = x + attended
-                x = x + self.mlp(self.norm(x, f"{at}.pre_mlp_layernorm"), f"{at}.mlp")
+            if self.m.norm_placement == "sandwich":
+                attended = self.norm(attended, f"{at}.post_self_attn_layernorm")
+            inner = self.norm(x if self.m.parallel_residual else x + attended, f"{at}.pre_mlp_layernorm")
+            inner = self.mlp(inner, f"{at}.mlp")
+            if self.m.norm_placement == "sandwich":
+                inner = self.norm(inner, f"{at}.post_mlp_layernorm")
+            x = x + attended + inner
         return x
 
     def embed(self, ids: Tensor, positions: Tensor, factor: float = 1.0) -> Tensor:

@@ -22,6 +22,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": {"family": "gpt2"},
     "qk-norm": {"family": "qwen3", "num_kv_heads": 2, "head_size": 24},
     "qk-layernorm": {"family": "gpt2", "qk_norm": "head"},
+    "sandwich": {"family": "llama", "norm_placement": "sandwich"},
+    "sandwich-parallel": {"family": "pythia", "norm_placement": "sandwich"},
     "wide-heads": {"family": "llama", "head_size": 24, "num_kv_heads": 2, "qkv_bias": True, "activation": "gelu"},
 }
 TOKENS, BATCH, VOCAB = 64, 2, 512
