@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megaponder.config import yaml_file
-from megaponder.config.load import from_mapping, to_mapping
+from megaponder.config.load import dump, from_mapping, load_config, to_mapping
 from megaponder.config.model import FAMILIES, FEATURES, SIZES, ModelConfig
 from megaponder.config.resolve import resolve
 from megaponder.decoding import configuration
@@ -31,6 +31,13 @@ def test_every_family_has_every_feature() -> None:
 def test_a_feature_beats_the_family() -> None:
     model = config(model__preset="llama-125m", model__norm="layernorm", model__head_size=32).model
     assert (model.norm, model.activation, model.head_size, model.query_width) == ("layernorm", "swiglu", 32, 384)
+
+
+def test_a_family_cannot_be_put_on_a_resolved_file(tmp_path: Path) -> None:
+    dump(config(model__preset="llama-125m"), tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml", ["--model.family", "llama"]).model.family == "llama"
+    with pytest.raises(ConfigError, match="gives every feature itself, which beats a family"):
+        load_config(tmp_path / "config.yaml", ["--model.family", "gpt2"])
 
 
 def test_exports_know_the_families_of_earlier_folders() -> None:
