@@ -67,12 +67,19 @@ def norm_bytes(model: ModelConfig, width: int, e: int, te: bool) -> float:
     return float(2 * width * e)
 
 
-def norms_bytes(model: ModelConfig, e: int, te: bool) -> float:
-    """What the norms of one row keep for the backward pass; they are split under sequence parallelism only."""
+def pre_norms_bytes(model: ModelConfig, e: int, te: bool) -> float:
+    """What the norms before attention and MLP keep of one row."""
     h = model.hidden_size or 0
     shared = h * e if model.parallel_residual and (te or model.norm != "rmsnorm") else 0  # both norms have one input
-    branches = 2 * (norm_bytes(model, h, e, te) - h * e)  # what comes out of them is added and not kept
-    return 2 * norm_bytes(model, h, e, te) - shared + (branches if model.norm_placement == "sandwich" else 0)
+    return 2 * norm_bytes(model, h, e, te) - shared
+
+
+def norms_bytes(model: ModelConfig, e: int, te: bool) -> float:
+    """What all norms of one row keep for the backward pass; they are split under sequence parallelism only."""
+    kept, h = pre_norms_bytes(model, e, te), model.hidden_size or 0
+    if model.norm_placement == "sandwich":  # what comes out of these is added and not kept
+        kept += 2 * (norm_bytes(model, h, e, te) - h * e)
+    return kept
 
 
 def attention_bytes(model: ModelConfig, e: int, te: bool) -> float:

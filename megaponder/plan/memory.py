@@ -15,7 +15,7 @@ from megaponder.config.in_flight import in_flight
 from megaponder.config.recompute import recomputed_layers
 from megaponder.config.rules.layout import choose_group
 from megaponder.config.schema import RunConfig
-from megaponder.plan.layer import attention_bytes, mlp_elements, norm_bytes, norms_bytes
+from megaponder.plan.layer import attention_bytes, mlp_elements, norms_bytes, pre_norms_bytes
 from megaponder.plan.parameters import NONE, Parameters, rank_parameters
 
 GIB = 2**30
@@ -164,8 +164,7 @@ def _pass_activations(
     """One pass of one micro-batch through a stage: its layers, and the norm where rows are read."""
     whole = (layers - recomputed) * layer_activations(cfg, rows, te, active) + recomputed * layer_input(cfg, rows)
     if read:
-        model, e = cfg.model, element_bytes(cfg)
-        whole += rows * norm_bytes(model, model.hidden_size or 0, e, te) / _sequence_shards(cfg)
+        whole += rows * pre_norms_bytes(cfg.model, element_bytes(cfg), te) / 2 / _sequence_shards(cfg)
     return whole
 
 
