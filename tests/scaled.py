@@ -25,8 +25,8 @@ def scaled(path: Path, run: Path, dataset: str) -> RunConfig:
     cfg = copy.deepcopy(resolve(load_config(path, [])))
     small: dict[str, dict[str, Any]] = {
         # heads of 8 channels: a quarter of them is still an even number
-        "model": {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 4, "vocab_size": VOCAB,
-                  "ffn_size": 64, "vocab_multiple": 32, "max_positions": LENGTH, "preset": None},
+        "model": {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 4, "head_size": 8,
+                  "vocab_size": VOCAB, "ffn_size": 64, "vocab_multiple": 32, "max_positions": LENGTH, "preset": None},
         "data": {"sequence_length": LENGTH, "train": [dataset], "valid": [], "split": "8,2,0", "eod_id": EOD,
                  "tokenizer": None, "cache": None},
         "parallel": {"tensor": 1, "pipeline": 1, "sequence": False},

@@ -32,8 +32,8 @@ from megaponder.data.documents import Chunk, Problem, TxtRule, documents
 from megaponder.data.prepare import PrepareOptions, prepare
 from megaponder.errors import ConfigError, UserError
 from megaponder.export.configs import PONDER_FIELDS, ponder_config
+from megaponder.export.formats import FORMATS
 from megaponder.export.from_hf import run_config
-from megaponder.export.hf_fields import FORMATS
 from megaponder.ponder.settings import method_of
 from tests.checkpoint.test_folder import save
 from tests.data_pipeline.make import jsonl
@@ -293,6 +293,7 @@ HF: dict[str, dict[str, Any]] = {
     "gpt_neox": {"hidden_size": 32, "num_attention_heads": 4},
     "llama": {"hidden_size": 32, "num_attention_heads": 4},
     "gpt2": {},
+    "qwen3": {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2},
 }
 
 

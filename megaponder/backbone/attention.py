@@ -1,36 +1,18 @@
-"""Self-attention whose core a pondering method can see: projections by megatron-core, the middle by a hook.
+"""The core of attention, between the projections: causal softmax over one set of keys or several.
 
 Shapes: s rows, b micro-batch, h heads of this rank, g key/value heads of this rank, d head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
 
-from megaponder.backbone.fused import split, split_rotated
 from megaponder.backbone.union import fused_is_possible, merged_causal
-
-Kept = tuple[Tensor, ...]
-Attend = Callable[[Tensor, Tensor, Tensor, Kept, Callable[..., Tensor]], tuple[Tensor, Kept]]
-
-
-Reads = tuple[int, tuple[int, ...]]
-"""(slots per token, the slots that are read): which rows the last layer finishes."""
-
-
-def read_rows(x: Tensor, reads: Reads | None) -> Tensor:
-    """Rows of the slots that are read, token-major: [tokens * slots, ...] -> [tokens * len(read), ...]."""
-    if reads is None:
-        return x
-    slots, read = reads
-    x = x.unflatten(0, (-1, slots))
-    return torch.stack([x[:, i] for i in read], dim=1).flatten(0, 1)
 
 
 def _causal(rows_q: int, rows_k: int, device: torch.device) -> Tensor:
@@ -137,18 +119,3 @@ class SdpaCore(nn.Module):
             mask = _causal(rows_q, rows_k, q.device)
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
         return out.permute(2, 0, 1, 3)
-
-
-class PonderAttention(SelfAttention):
-    """megatron-core's self-attention with `attend(q, k, v, kept, core) -> (output, kept)` in its middle."""
-
-    def forward(
-        self, hidden_sbh: Tensor, rotary: Tensor | None, attend: Attend, kept: Kept, reads: Reads | None = None
-    ) -> tuple[Tensor, Tensor | None, Kept]:
-        qkv, _ = self.linear_qkv(hidden_sbh)
-        heads, groups = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
-        q, k, v = split(qkv, heads, groups) if rotary is None else split_rotated(qkv, rotary, heads, groups)
-        out, kept = attend(q, k, v, kept, self.core_attention)
-        out = read_rows(out, reads)
-        projected, bias = self.linear_proj(out.reshape(*out.shape[:2], -1))
-        return projected, bias, kept

@@ -6,26 +6,14 @@ import copy
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 
 from megaponder.config.schema import ParallelConfig, PrecisionConfig, RunConfig
-
-ACTIVATIONS = {
-    "pythia": F.gelu,  # exact (erf) GELU
-    "gpt2": lambda x: F.gelu(x, approximate="tanh"),
-    "llama": F.silu,  # gated: SwiGLU
-}
 
 
 def dtype_of(precision: PrecisionConfig) -> torch.dtype:
     """Format of parameters, activations and pipeline messages."""
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision.dtype]
-
-
-def padded_vocab(vocab_size: int, multiple: int) -> int:
-    """Rows of the embedding table: the true vocabulary rounded up, whatever the layout."""
-    return -(-vocab_size // multiple) * multiple
 
 
 def use_te(precision: PrecisionConfig) -> bool:
@@ -92,7 +80,6 @@ def deallocates(parallel: ParallelConfig) -> bool:
 def transformer_config(cfg: RunConfig) -> TransformerConfig:
     """megatron-core's view of a resolved run configuration."""
     m, par, dtype = cfg.model, cfg.parallel, dtype_of(cfg.precision)
-    llama = m.family == "llama"
     no_init = lambda weight: None  # noqa: E731  weights are set by backbone.init, by name, the same in every layout
     options: dict[str, Any] = dict(
         num_layers=m.num_layers,
@@ -100,10 +87,10 @@ def transformer_config(cfg: RunConfig) -> TransformerConfig:
         num_attention_heads=m.num_heads,
         num_query_groups=m.num_kv_heads,
         ffn_hidden_size=m.ffn_size,
-        gated_linear_unit=llama,
-        activation_func=ACTIVATIONS[str(m.family)],
-        add_bias_linear=not llama,
-        normalization="RMSNorm" if llama else "LayerNorm",
+        kv_channels=m.head_size,
+        qk_layernorm=m.qk_norm == "head",  # their weights' gradients are summed over the tensor group
+        gated_linear_unit=m.gated,  # activation and biases: see backbone.layer
+        normalization={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[str(m.norm)],
         layernorm_epsilon=m.norm_eps,
         hidden_dropout=0.0,
         attention_dropout=0.0,

@@ -1,12 +1,15 @@
-"""Token embeddings (vocabulary-parallel) and GPT-2's learned positions."""
+"""Token embeddings (vocabulary-parallel), and positions: a learned table or rotary angles."""
 
 from __future__ import annotations
 
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
+
+from megaponder.config.model import ModelConfig
 
 
 class Embedding(MegatronModule):
@@ -49,3 +52,15 @@ class Embedding(MegatronModule):
         first = self.tp_group.rank() * rows if self.config.sequence_parallel else 0
         positions = torch.arange(first, first + rows, device=ids_bs.device) // slots
         return words + self.position_embeddings(positions)[:, None]
+
+
+def rotary_embedding(config: TransformerConfig, model: ModelConfig) -> RotaryEmbedding | None:
+    """Angles [n, 1, 1, r] of n positions for the r rotated channels of a head; None without rotary positions."""
+    if model.positions != "rotary":
+        return None
+    return RotaryEmbedding(
+        config.kv_channels,
+        model.rotary_fraction,
+        rotary_base=model.rotary_base,
+        use_cpu_initialization=config.use_cpu_initialization,
+    )

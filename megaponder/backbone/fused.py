@@ -106,19 +106,21 @@ def gelu_bf16(x: Tensor, bias: Tensor) -> Tensor:
 
 
 @fused
-def _gelu_exact(x: Tensor, bias: Tensor) -> Tensor:
-    return F.gelu(x + bias)
+def _gelu_exact(x: Tensor, bias: Tensor | None) -> Tensor:
+    return F.gelu(x if bias is None else x + bias)
 
 
-def gelu(x: Tensor, bias: Tensor) -> Tensor:
+def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """Exact (erf) GELU of x + bias [s, b, F], on GPUs in BF16 by `gelu_bf16`."""
-    return gelu_bf16(x, bias) if x.is_cuda and x.dtype == torch.bfloat16 else _gelu_exact(x, bias)
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        return gelu_bf16(x, x.new_zeros(x.shape[-1]) if bias is None else bias)
+    return _gelu_exact(x, bias)
 
 
 @fused
-def gelu_tanh(x: Tensor, bias: Tensor) -> Tensor:
+def gelu_tanh(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """GPT-2's GELU of x + bias [s, b, F]."""
-    return F.gelu(x + bias, approximate="tanh")
+    return F.gelu(x if bias is None else x + bias, approximate="tanh")
 
 
 @fused
@@ -157,9 +159,9 @@ class _SwiGLU(torch.autograd.Function):
         return _swiglu_backward(grad.contiguous(), *ctx.saved_tensors)
 
 
-def swiglu(x: Tensor) -> Tensor:
-    """silu(first half) * second half: [s, b, 2F] -> [s, b, F]."""
-    out: Tensor = _SwiGLU.apply(x)
+def swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """silu(first half) * second half of x + bias: [s, b, 2F] -> [s, b, F]."""
+    out: Tensor = _SwiGLU.apply(x if bias is None else x + bias)
     return out
 
 
@@ -204,7 +206,7 @@ def turns(angles: Tensor) -> Tensor:
     return torch.stack([angles.cos(), angles.sin()])
 
 
-def _rotated(x: Tensor, turn: Tensor, sign: float = 1.0) -> Tensor:
+def rotated(x: Tensor, turn: Tensor, sign: float = 1.0) -> Tensor:
     """RoPE on the first r channels (two halves that turn together) of x [s, b, h, d]; sign -1 turns back."""
     r = turn.shape[-1]
     turned, rest = x[..., :r], x[..., r:]
@@ -217,13 +219,13 @@ def _rotated(x: Tensor, turn: Tensor, sign: float = 1.0) -> Tensor:
 @one_kernel
 def _split_forward(qkv: Tensor, turn: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = split(qkv, heads, groups)
-    return _rotated(q, turn), _rotated(k, turn), v.contiguous()
+    return rotated(q, turn), rotated(k, turn), v.contiguous()
 
 
 @one_kernel
 def _split_backward(dq: Tensor, dk: Tensor, dv: Tensor, turn: Tensor) -> Tensor:
     groups = dk.shape[2]
-    dq, dk = _rotated(dq, turn, -1.0), _rotated(dk, turn, -1.0)
+    dq, dk = rotated(dq, turn, -1.0), rotated(dk, turn, -1.0)
     return torch.cat([dq.unflatten(2, (groups, -1)), dk[:, :, :, None], dv[:, :, :, None]], dim=3).flatten(2)
 
 

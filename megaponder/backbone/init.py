@@ -36,9 +36,9 @@ def _is_norm(name: str) -> bool:
     return "layer_norm_" in name or "layernorm." in name or name.startswith("final_norm.")
 
 
-def _draw(shape: tuple[int, ...], family: str, std: float, generator: torch.Generator) -> Tensor:
+def _draw(shape: tuple[int, ...], kind: str, std: float, generator: torch.Generator) -> Tensor:
     weight = torch.empty(shape, dtype=torch.float32)
-    if family == "trunc_normal":
+    if kind == "trunc_normal":
         return nn.init.trunc_normal_(weight, std=std, a=-3 * std, b=3 * std, generator=generator)
     return nn.init.normal_(weight, std=std, generator=generator)
 
@@ -60,7 +60,7 @@ def whole_shape(name: str, parameter: nn.Parameter, tp: int, gated: bool) -> tup
 
 @torch.no_grad()
 def initialise(
-    stage: nn.Module, *, seed: int, family: str, std: float, output_factor: float, tp_rank: int, tp: int, gated: bool
+    stage: nn.Module, *, seed: int, kind: str, std: float, output_factor: float, tp_rank: int, tp: int, gated: bool
 ) -> None:
     """Set every weight of a stage; the method's own modules come initialised from their constructors."""
     for name, parameter in global_names(stage):
@@ -73,6 +73,6 @@ def initialise(
         else:
             scale = output_factor if name.endswith(("linear_proj.weight", "linear_fc2.weight")) else 1.0
             shape, dim = whole_shape(name, parameter, tp, gated)
-            whole = _draw(shape, family, std * scale, stream(seed, name))
+            whole = _draw(shape, kind, std * scale, stream(seed, name))
             part = whole if dim is None else whole.chunk(tp, dim=dim)[tp_rank]
             parameter.copy_(part.reshape(parameter.shape))

@@ -11,6 +11,7 @@ import pydantic
 
 from megaponder import files
 from megaponder.config.load import load_config
+from megaponder.config.resolve import resolve
 from megaponder.config.schema import RunConfig
 from megaponder.errors import ConfigError, UserError
 
@@ -94,9 +95,12 @@ def load_state(folder: Path) -> tuple[TrainState, Contents]:
 
 
 def load_saved_config(folder: Path) -> RunConfig:
-    """The configuration of the run that saved a checkpoint; UserError, naming the file, if it is none."""
+    """The configuration of the run that saved a checkpoint, with defaults for fields that its version lacked.
+
+    UserError, naming the file, if it is none.
+    """
     try:
-        return load_config(folder / CONFIG, [])
+        return resolve(load_config(folder / CONFIG, []))
     except ConfigError as error:
         raise UserError(f"{folder / CONFIG}: {error}") from None
 

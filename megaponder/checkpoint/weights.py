@@ -9,7 +9,6 @@ from torch import Tensor
 from megaponder.checkpoint import stored
 from megaponder.checkpoint.choose import locate
 from megaponder.checkpoint.state import CONFIG, load_saved_config
-from megaponder.config.resolve import resolve
 from megaponder.config.schema import RunConfig
 from megaponder.errors import ConfigError, UserError
 from megaponder.ponder.settings import check_shape
@@ -19,7 +18,7 @@ def read_config(folder: Path) -> RunConfig:
     """The configuration of the run that saved; UserError if no run can have had it."""
     try:
         cfg = load_saved_config(folder)
-        check_shape(resolve(cfg))
+        check_shape(cfg)
     except ConfigError as error:
         raise UserError(f"Checkpoint {folder} has a configuration that no run can have had: {error}") from None
     return cfg

@@ -54,9 +54,3 @@ def total_tokens(cfg: RunConfig) -> int:
     """Tokens of the whole run; needs `train.steps` (see `resolve`)."""
     assert cfg.train.steps is not None
     return sequences_after(cfg, cfg.train.steps) * cfg.data.sequence_length
-
-
-def padded_vocab(cfg: RunConfig) -> int:
-    """Rows of the embedding table: vocab_size rounded up to a multiple of vocab_multiple."""
-    assert cfg.model.vocab_size is not None
-    return -(-cfg.model.vocab_size // cfg.model.vocab_multiple) * cfg.model.vocab_multiple

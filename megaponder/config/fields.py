@@ -85,7 +85,11 @@ ALIASES = {
     "train_iters": "train.steps", "seq_length": "data.sequence_length", "seq_len": "data.sequence_length",
     "tp": "parallel.tensor", "pp": "parallel.pipeline", "sp": "parallel.sequence", "bf16": "precision.dtype",
     "layers": "model.num_layers", "num_hidden_layers": "model.num_layers", "heads": "model.num_heads",
-    "intermediate_size": "model.ffn_size", "save_interval": "checkpoint.every", "log_interval": "logging.every",
+    "intermediate_size": "model.ffn_size", "head_dim": "model.head_size", "kv_channels": "model.head_size",
+    "normalization": "model.norm", "hidden_act": "model.activation", "activation_function": "model.activation",
+    "qk_layernorm": "model.qk_norm", "attention_bias": "model.qkv_bias", "add_qkv_bias": "model.qkv_bias",
+    "rope_theta": "model.rotary_base", "rms_norm_eps": "model.norm_eps", "tie_word_embeddings": "model.tie_embeddings",
+    "save_interval": "checkpoint.every", "log_interval": "logging.every",
 }  # fmt: skip
 """Names that other systems use for our fields."""
 

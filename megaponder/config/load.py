@@ -29,6 +29,7 @@ from megaponder.config.fields import (
     nearest,
     sections,
 )
+from megaponder.config.model import FEATURES
 from megaponder.config.overrides import parse_overrides
 from megaponder.config.schema import RunConfig
 from megaponder.errors import ConfigError
@@ -60,8 +61,15 @@ def load_config(path: str | os.PathLike[str] | None, overrides: list[str] | None
 
 
 def _refuse_hidden_preset(data: dict[str, Any], changes: dict[str, Any]) -> None:
-    """Fields beat the preset: on a resolved file, a preset from the command line would change nothing."""
+    """Fields beat preset and family: on a resolved file, either from the command line would change nothing."""
     model = data.get("model")
+    family = changes.get("model.family")
+    known = model if isinstance(model, dict) else {}
+    if family not in (None, known.get("family")) and all(known.get(f) is not None for f in FEATURES):
+        raise ConfigError(
+            "--model.family", family, "the file gives every feature itself, which beats a family",
+            "take those fields out of the file",
+        )  # fmt: skip
     if "model.preset" in changes and isinstance(model, dict) and all(model.get(f) is not None for f in _SHAPE):
         raise ConfigError(
             "--model.preset", changes["model.preset"], "the file gives every size itself, which beats a preset",

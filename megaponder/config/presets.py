@@ -13,19 +13,21 @@ Pause method is one of the rows that the GPT-NeoX tokenizer (50277 entries) does
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
 
 from megaponder.config.fields import nearest
-from megaponder.config.schema import Family
+from megaponder.config.model import Family, ModelConfig
 from megaponder.errors import ConfigError
 
 LLAMA_EPS = 0.1
 """RMSNorm epsilon of the shipped pondering Llama configurations."""
+NEOX_RECIPE = frozenset({"pythia"})
+"""Families whose published pondering models come from the papers' GPT-NeoX code, which initialises otherwise than their
+Llama code."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """Values of ModelConfig that a name stands for."""
+    """A published shape of a family."""
 
     family: Family
     num_layers: int
@@ -35,24 +37,20 @@ class Preset:
     vocab_size: int
     max_positions: int
     norm_eps: float
-    rotary_fraction: float
-    rotary_base: float
-    parallel_residual: bool
-    tie_embeddings: bool
     normal_std: float
     """Standard deviation where the initialisation is `normal` (the papers' initializer_range)."""
 
 
 def _pythia(layers: int, hidden: int, heads: int, std: float) -> Preset:
-    return Preset("pythia", layers, hidden, heads, 4 * hidden, 50304, 2048, 1e-5, 0.25, 1e4, True, False, std)
+    return Preset("pythia", layers, hidden, heads, 4 * hidden, 50304, 2048, 1e-5, std)
 
 
 def _llama(layers: int, hidden: int, heads: int, ffn: int, std: float) -> Preset:
-    return Preset("llama", layers, hidden, heads, ffn, 50304, 2048, LLAMA_EPS, 1.0, 1e4, False, False, std)
+    return Preset("llama", layers, hidden, heads, ffn, 50304, 2048, LLAMA_EPS, std)
 
 
 def _gpt2(layers: int, hidden: int, heads: int) -> Preset:
-    return Preset("gpt2", layers, hidden, heads, 4 * hidden, 50257, 1024, 1e-5, 1.0, 1e4, False, True, 0.02)
+    return Preset("gpt2", layers, hidden, heads, 4 * hidden, 50257, 1024, 1e-5, 0.02)
 
 
 PRESETS: dict[str, Preset] = {
@@ -73,9 +71,9 @@ PRESETS: dict[str, Preset] = {
     "gpt2-large": _gpt2(36, 1280, 20),
     "gpt2-xl": _gpt2(48, 1600, 25),
     # for tests and first tries: odd where the published shapes are round
-    "pythia-tiny": Preset("pythia", 2, 32, 4, 128, 96, 64, 1e-5, 0.25, 1e4, True, False, 0.02),
-    "llama-tiny": Preset("llama", 2, 32, 4, 88, 96, 64, LLAMA_EPS, 1.0, 1e4, False, False, 0.02),
-    "gpt2-tiny": Preset("gpt2", 2, 32, 4, 128, 96, 64, 1e-5, 1.0, 1e4, False, True, 0.02),
+    "pythia-tiny": Preset("pythia", 2, 32, 4, 128, 96, 64, 1e-5, 0.02),
+    "llama-tiny": Preset("llama", 2, 32, 4, 88, 96, 64, LLAMA_EPS, 0.02),
+    "gpt2-tiny": Preset("gpt2", 2, 32, 4, 128, 96, 64, 1e-5, 0.02),
 }
 
 NORMAL_STD = 0.02
@@ -91,11 +89,7 @@ def find_preset(name: str) -> Preset:
     return PRESETS[name]
 
 
-def default_ffn(family: Family, hidden_size: int) -> int:
-    """MLP width of a family: 4H, and for llama 43/16 H rounded up to a multiple of 16 (the published ratio)."""
-    if family != "llama":
-        return 4 * hidden_size
-    return -(-hidden_size * 43 // 256) * 16
-
-
-FAMILIES: tuple[str, ...] = get_args(Family)
+def default_ffn(model: ModelConfig) -> int:
+    """MLP width: 4H, and for a gated MLP 43/16 H rounded up to a multiple of 16 (the papers' ratio)."""
+    assert model.hidden_size is not None
+    return -(-model.hidden_size * 43 // 256) * 16 if model.gated else 4 * model.hidden_size

@@ -7,8 +7,9 @@ import math
 from typing import Any
 
 from megaponder.config import budget
-from megaponder.config.presets import FAMILIES, NORMAL_STD, Preset, default_ffn, find_preset
-from megaponder.config.schema import ModelConfig, RunConfig
+from megaponder.config.model import FAMILIES, FEATURES, ModelConfig
+from megaponder.config.presets import NORMAL_STD, Preset, default_ffn, find_preset
+from megaponder.config.schema import RunConfig
 from megaponder.errors import ConfigError
 
 
@@ -44,7 +45,6 @@ def _from_preset(model: ModelConfig, preset: Preset) -> None:
     resized = model.hidden_size is not None and model.hidden_size != preset.hidden_size
     for name in (
         "family", "num_layers", "hidden_size", "num_heads", "ffn_size", "vocab_size", "max_positions", "norm_eps",
-        "rotary_fraction", "rotary_base", "parallel_residual", "tie_embeddings",
     ):  # fmt: skip
         if getattr(model, name) is None and not (resized and name == "ffn_size"):
             setattr(model, name, getattr(preset, name))
@@ -58,17 +58,16 @@ def _from_family(cfg: RunConfig) -> None:
     for name in ("num_layers", "hidden_size", "num_heads"):
         if getattr(model, name) is None:
             raise ConfigError(f"model.{name}", None, "a model without a preset needs it", "give it or model.preset")
-    assert model.hidden_size is not None
-    pythia, gpt2 = model.family == "pythia", model.family == "gpt2"
+    assert model.hidden_size is not None and model.num_heads is not None
+    for name in FEATURES:
+        if getattr(model, name) is None:
+            setattr(model, name, getattr(FAMILIES[model.family], name))
+    whole_heads = model.num_heads > 0 and model.hidden_size % model.num_heads == 0  # else the rules say so
     defaults: dict[str, Any] = {
         "num_kv_heads": model.num_heads,
-        "ffn_size": default_ffn(model.family, model.hidden_size),
+        "head_size": model.hidden_size // model.num_heads if whole_heads else None,
+        "ffn_size": default_ffn(model),
         "max_positions": cfg.data.sequence_length,
-        "norm_eps": 1e-5,
-        "rotary_fraction": 0.25 if pythia else 1.0,
-        "rotary_base": 1e4,
-        "parallel_residual": pythia,
-        "tie_embeddings": gpt2,
     }
     for name, value in defaults.items():
         if getattr(model, name) is None:

@@ -9,51 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Family = Literal["pythia", "llama", "gpt2"]
-
-
-@dataclass
-class ModelConfig:
-    """The backbone: a preset name, and any field of it that should differ."""
-
-    preset: str | None = None
-    """Named shape, for example pythia-410m or llama-1.4b; `megaponder plan --presets` lists them."""
-    family: Family | None = None
-    """Block type: pythia (GPT-NeoX), llama or gpt2."""
-    num_layers: int | None = None
-    """Transformer layers in the stack that a pass runs through."""
-    hidden_size: int | None = None
-    """Width H of the residual stream."""
-    num_heads: int | None = None
-    """Query heads."""
-    num_kv_heads: int | None = None
-    """Key/value heads (grouped-query attention); equal to num_heads unless set."""
-    ffn_size: int | None = None
-    """Width of the MLP."""
-    vocab_size: int | None = None
-    """True vocabulary size; rows that pad it for tensor parallelism never take part in a softmax."""
-    vocab_multiple: int = 128
-    """The embedding table is padded to a multiple of this, whatever the layout, so that checkpoints reshard."""
-    max_positions: int | None = None
-    """Longest sequence: rows of the position table (gpt2), and the limit written into exports."""
-    norm_eps: float | None = None
-    """Epsilon of LayerNorm or RMSNorm."""
-    rotary_fraction: float | None = None
-    """Part of each head that is rotated (pythia 0.25, llama 1.0; ignored by gpt2)."""
-    rotary_base: float | None = None
-    """RoPE theta."""
-    parallel_residual: bool | None = None
-    """x + attn(ln1 x) + mlp(ln2 x) instead of two residual steps (pythia)."""
-    tie_embeddings: bool | None = None
-    """Input embedding and output head share one table."""
-    init: Literal["auto", "normal", "trunc_normal"] = "auto"
-    """Initialisation family; auto takes the published one of backbone and method."""
-    init_std: float | None = None
-    """Standard deviation of matrices and embeddings; auto: 0.02 or 0.01 (normal), sqrt(2/(5H)) (trunc_normal)."""
-    init_output_scale: float | Literal["auto"] = "auto"
-    """Factor on the std of attention-output and MLP-down matrices; auto takes the published one (often 1/sqrt(2L))."""
-    embedding_scale: float | Literal["auto", "none", "sqrt_h", "sqrt_2.5h"] = "auto"
-    """Factor c on every token embedding that is looked up; auto takes the method's published one."""
+from megaponder.config.model import ModelConfig as ModelConfig
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Embedding, layer stack and final norm of the three families.
+"""Embedding, layer stack and final norm, made of the features that the configuration names.
 
 Shapes: b batch, r rows, k keys, H hidden.
 """
@@ -36,16 +36,15 @@ class RMSNorm(nn.Module):
         return self.weight * (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
-def make_norm(config: MegaponderConfig) -> nn.Module:
-    """RMSNorm for llama, LayerNorm with bias for the others."""
-    cls = RMSNorm if config.family == "llama" else nn.LayerNorm
-    return cls(config.hidden_size, eps=config.norm_eps)
+def make_norm(config: MegaponderConfig, width: int) -> nn.Module:
+    """RMSNorm, or LayerNorm with bias."""
+    return {"rmsnorm": RMSNorm, "layernorm": nn.LayerNorm}[config.norm](width, eps=config.norm_eps)
 
 
 def rotary_tables(config: MegaponderConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
     """cos and sin [b, 1, r, d] of the rotated part of a head, computed in float32; None for learned positions."""
-    size = int(config.hidden_size // config.num_attention_heads * config.rotary_fraction)
-    if config.family == "gpt2" or size == 0:
+    size = int(config.head_size * config.rotary_fraction)
+    if config.positions != "rotary" or size == 0:
         return None
     exponent = torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size
     angle = positions[:, None, :, None].float() / config.rotary_base**exponent
@@ -84,12 +83,14 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
-        self.size = config.hidden_size // self.heads
-        width, bias = config.hidden_size, config.family != "llama"
+        self.size = config.head_size
+        width, bias = config.hidden_size, config.qkv_bias
         self.q_proj = nn.Linear(width, self.heads * self.size, bias=bias)
         self.k_proj = nn.Linear(width, self.groups * self.size, bias=bias)
         self.v_proj = nn.Linear(width, self.groups * self.size, bias=bias)
-        self.o_proj = nn.Linear(self.heads * self.size, width, bias=bias)
+        by_head = getattr(config, "qk_norm", "none") == "head"  # absent before it was a feature
+        self.q_norm, self.k_norm = (make_norm(config, self.size) if by_head else nn.Identity() for _ in "qk")
+        self.o_proj = nn.Linear(self.heads * self.size, width, bias=config.output_bias)
 
     def forward(
         self,
@@ -104,7 +105,7 @@ class Attention(nn.Module):
         q, k, v = (
             proj(x).view(b, rows, -1, self.size).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = rotate(q, tables), rotate(k, tables)
+        q, k = rotate(self.q_norm(q), tables), rotate(self.k_norm(k), tables)
         k, v, own_k, own_v = view.join(entry, k, v, before)
         if self.groups != self.heads:
             k, v = (y.repeat_interleave(self.heads // self.groups, dim=1) for y in (k, v))
@@ -131,43 +132,49 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU (llama), or two biased matrices with exact GELU (pythia) or tanh GELU (gpt2) in between."""
+    """SwiGLU, or two matrices with exact or tanh GELU in between."""
 
     def __init__(self, config: MegaponderConfig):
         super().__init__()
-        self.family = config.family
-        width, inner, bias = config.hidden_size, config.intermediate_size, config.family != "llama"
-        if self.family == "llama":
-            self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.activation = config.activation
+        width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        if self.activation == "swiglu":
+            self.gate_proj = nn.Linear(width, inner, bias=bias)
         self.up_proj = nn.Linear(width, inner, bias=bias)
         self.down_proj = nn.Linear(inner, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.family == "llama":
+        if self.activation == "swiglu":
             return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh" if self.family == "gpt2" else "none"))
+        return self.down_proj(
+            F.gelu(self.up_proj(x), approximate={"gelu": "none", "gelu_tanh": "tanh"}[self.activation])
+        )
 
 
 class Layer(nn.Module):
-    """One pre-norm block: two residual steps, or one parallel step where the config says so (pythia)."""
+    """One block: two residual steps, or one parallel step."""
 
     def __init__(self, config: MegaponderConfig):
         super().__init__()
-        self.parallel = config.family == "pythia" and config.parallel_residual
-        self.input_layernorm = make_norm(config)
+        self.parallel = config.parallel_residual
+        self.input_layernorm = make_norm(config, config.hidden_size)
         self.self_attn = Attention(config)
-        self.post_attention_layernorm = make_norm(config)
+        self.post_attention_layernorm = make_norm(config, config.hidden_size)
         self.mlp = MLP(config)
+        sandwich = getattr(config, "norm_placement", "pre") == "sandwich"  # as above
+        self.input_layernorm_2, self.post_attention_layernorm_2 = (
+            make_norm(config, config.hidden_size) if sandwich else nn.Identity() for _ in range(2)
+        )
 
     def forward(
         self, x: Tensor, tables: tuple[Tensor, Tensor] | None, view: View, entry: int, *before: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Output [b, r, H]; keys and values of these rows."""
         attended, k, v = self.self_attn(self.input_layernorm(x), tables, view, entry, before)
-        if self.parallel:
-            return x + attended + self.mlp(self.post_attention_layernorm(x)), k, v
-        x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x)), k, v
+        attended = self.input_layernorm_2(attended)
+        y = x if self.parallel else x + attended
+        inner = self.post_attention_layernorm_2(self.mlp(self.post_attention_layernorm(y)))
+        return (x + attended if self.parallel else y) + inner, k, v
 
 
 class Backbone(nn.Module):
@@ -178,15 +185,15 @@ class Backbone(nn.Module):
         self.config = config
         self.gradient_checkpointing = False
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        if config.family == "gpt2":
+        if config.positions == "learned":
             self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.layers = nn.ModuleList([Layer(config) for _ in range(config.num_hidden_layers)])
-        self.norm = make_norm(config)
+        self.norm = make_norm(config, config.hidden_size)
 
     def embed(self, words: Tensor, positions: Tensor, factor: float = 1.0) -> Tensor:
-        """factor * scale * words (rows of the table), plus unscaled learned positions where the family has them."""
+        """factor * scale * words (rows of the table), plus unscaled learned positions where the model has them."""
         x = words * (factor * self.config.embedding_scale)
-        return x + self.embed_positions(positions) if self.config.family == "gpt2" else x
+        return x + self.embed_positions(positions) if self.config.positions == "learned" else x
 
     def stack(self, x: Tensor, index: int, view: View, kept: list[tuple[Tensor, ...]] | None = None) -> Tensor:
         """Pass `index` of rows [b, r, H] through all layers, without the final norm.

@@ -6,9 +6,39 @@ from typing import Any
 
 from transformers.configuration_utils import PreTrainedConfig
 
+_LLAMA = {
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "qkv_bias": False,
+    "output_bias": False,
+    "mlp_bias": False,
+    "positions": "rotary",
+    "rotary_fraction": 1.0,
+    "parallel_residual": False,
+}
+_GPT2 = _LLAMA | {
+    "norm": "layernorm", "activation": "gelu_tanh", "qkv_bias": True, "output_bias": True, "mlp_bias": True,
+    "positions": "learned",
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "pythia": _GPT2 | {"activation": "gelu", "positions": "rotary", "rotary_fraction": 0.25, "parallel_residual": True},
+    "llama": _LLAMA,
+    "gpt2": _GPT2,
+}
+"""Features of the backbone for a config.json that names a family instead, as those of earlier versions do."""
+
 
 class MegaponderConfig(PreTrainedConfig):
-    """Backbone (family and shape), pondering method and its options.  Further fields are the method's own."""
+    """Backbone (shape and features), pondering method and its options.
+
+    norm                 layernorm or rmsnorm, with epsilon norm_eps
+    activation           gelu (exact), gelu_tanh, or swiglu (gated)
+    qkv_bias, output_bias, mlp_bias    of queries, keys and values; of attention's output; of the MLP
+    positions            rotary or learned
+    parallel_residual    attention and MLP read the same rows
+
+    Further fields are later features, and the method's own.
+    """
 
     model_type = "megaponder"
     keys_to_ignore_at_inference = ("cache", "past_key_values")
@@ -23,12 +53,11 @@ class MegaponderConfig(PreTrainedConfig):
         num_hidden_layers: int = 6,
         num_attention_heads: int = 8,
         num_key_value_heads: int | None = None,
+        head_size: int | None = None,
         intermediate_size: int = 2048,
         max_position_embeddings: int = 2048,
         norm_eps: float = 1e-5,
-        rotary_fraction: float = 0.25,
         rotary_base: float = 10000.0,
-        parallel_residual: bool = True,
         embedding_scale: float = 1.0,
         initializer_range: float = 0.02,
         tie_word_embeddings: bool = False,
@@ -46,12 +75,16 @@ class MegaponderConfig(PreTrainedConfig):
         self.num_hidden_layers = num_hidden_layers
         self.num_attention_heads = num_attention_heads
         self.num_key_value_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
+        self.head_size = hidden_size // num_attention_heads if head_size is None else head_size
         self.intermediate_size = intermediate_size
         self.max_position_embeddings = max_position_embeddings
         self.norm_eps = norm_eps
-        self.rotary_fraction = rotary_fraction
         self.rotary_base = rotary_base
-        self.parallel_residual = parallel_residual
+        lacking = _LLAMA.keys() - kwargs.keys()
+        if lacking and family not in FAMILIES:
+            raise ValueError(f"family {family!r} is unknown; it must be {', '.join(FAMILIES)}, or give {min(lacking)}")
+        for name in _LLAMA:
+            setattr(self, name, kwargs.pop(name) if name in kwargs else FAMILIES[family][name])
         self.embedding_scale = embedding_scale
         self.initializer_range = initializer_range
         self.use_cache = use_cache
@@ -59,3 +92,8 @@ class MegaponderConfig(PreTrainedConfig):
         # set after the base class, whose signature for these differs between releases
         self.tie_word_embeddings = tie_word_embeddings
         self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """What is saved: all features, since those that are left out are another family's where `family` differs."""
+        features: dict[str, Any] = {name: getattr(self, name) for name in _LLAMA}
+        return super().to_diff_dict() | features

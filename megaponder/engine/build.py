@@ -12,7 +12,7 @@ from megaponder.backbone.init import initialise
 from megaponder.config.schema import RunConfig
 from megaponder.engine.capture import Captures
 from megaponder.engine.groups import Groups
-from megaponder.engine.stage import PonderStage
+from megaponder.engine.model import PonderStage
 from megaponder.engine.step import Engine
 from megaponder.ponder.base import Method
 from megaponder.ponder.settings import embedding_scale, initialisation
@@ -22,16 +22,16 @@ def build_stage(cfg: RunConfig, method: Method, groups: Groups) -> PonderStage:
     """This rank's parameters, initialised: the same weights in every layout."""
     stage = PonderStage(cfg, method, groups, embedding_scale(cfg, method))
     stage.to(device=groups.device, dtype=dtype_of(cfg.precision))
-    family, std, factor = initialisation(cfg, method)
+    kind, std, factor = initialisation(cfg, method)
     initialise(
         stage,
         seed=cfg.train.seed,
-        family=family,
+        kind=kind,
         std=std,
         output_factor=factor,
         tp_rank=groups.tp_rank,
         tp=groups.tp_size,
-        gated=cfg.model.family == "llama",
+        gated=cfg.model.gated,
     )
     return stage
 

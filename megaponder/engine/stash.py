@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from megaponder.backbone.attention import Kept
+from megaponder.backbone.layer import Kept
 
 
 @dataclass

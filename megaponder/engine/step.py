@@ -27,8 +27,8 @@ from megaponder.engine.capture import Captures
 from megaponder.engine.chunks import PassChunk, Runner, Step
 from megaponder.engine.groups import Groups
 from megaponder.engine.message import rider_width
+from megaponder.engine.model import PonderStage, is_watched, loss_of_pass
 from megaponder.engine.p2p import PassCommunicator, receive_orders
-from megaponder.engine.stage import PonderStage, is_watched, loss_of_pass
 from megaponder.engine.stash import PassState, Stash
 from megaponder.engine.stopwatch import Stopwatch
 from megaponder.ponder.base import Pass, Readout

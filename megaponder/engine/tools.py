@@ -18,7 +18,7 @@ from megaponder.engine.row_kernels import only
 
 if TYPE_CHECKING:
     from megaponder.data.batch import MicroBatch
-    from megaponder.engine.stage import PonderStage
+    from megaponder.engine.model import PonderStage
 
 
 class _FromFirst(torch.autograd.Function):

@@ -5,64 +5,26 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from megaponder.config.model import FAMILIES, FEATURES
 from megaponder.config.schema import ModelConfig, RunConfig
 from megaponder.errors import UserError
 from megaponder.export import compose
+from megaponder.export.formats import FORMATS, Format
 from megaponder.ponder.settings import embedding_scale, method_of
 
-# our field -> the modelling code's; `embedding_scale` is written as a number
+# our field -> the modelling code's; features keep their names, and `embedding_scale` is written as a number
 PONDER_FIELDS = {
     "family": "family",
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
+    "head_size": "head_size",
     "ffn_size": "intermediate_size",
     "vocab_size": "vocab_size",
     "max_positions": "max_position_embeddings",
-    "norm_eps": "norm_eps",
-    "rotary_fraction": "rotary_fraction",
-    "rotary_base": "rotary_base",
-    "parallel_residual": "parallel_residual",
+    **{name: name for name in FEATURES},
     "tie_embeddings": "tie_word_embeddings",
-}
-NEOX_FIELDS = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "num_heads": "num_attention_heads",
-    "ffn_size": "intermediate_size",
-    "vocab_size": "vocab_size",
-    "max_positions": "max_position_embeddings",
-    "norm_eps": "layer_norm_eps",
-    "parallel_residual": "use_parallel_residual",
-    "tie_embeddings": "tie_word_embeddings",
-}
-LLAMA_FIELDS = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "ffn_size": "intermediate_size",
-    "vocab_size": "vocab_size",
-    "max_positions": "max_position_embeddings",
-    "norm_eps": "rms_norm_eps",
-    "tie_embeddings": "tie_word_embeddings",
-}
-GPT2_FIELDS = {
-    "num_layers": "n_layer",
-    "hidden_size": "n_embd",
-    "num_heads": "n_head",
-    "ffn_size": "n_inner",
-    "vocab_size": "vocab_size",
-    "max_positions": "n_positions",
-    "norm_eps": "layer_norm_epsilon",
-    "tie_embeddings": "tie_word_embeddings",
-}
-NATIVE_FIELDS = {"pythia": NEOX_FIELDS, "llama": LLAMA_FIELDS, "gpt2": GPT2_FIELDS}
-NATIVE_TYPES = {
-    "pythia": ("gpt_neox", "GPTNeoXForCausalLM"),
-    "llama": ("llama", "LlamaForCausalLM"),
-    "gpt2": ("gpt2", "GPT2LMHeadModel"),
 }
 # how the weights came to be, or how they lie in checkpoints: without meaning for an export
 TRAINING_ONLY = {"preset", "vocab_multiple", "init", "init_std", "init_output_scale"}
@@ -80,18 +42,30 @@ def scale_of(cfg: RunConfig) -> float:
     return embedding_scale(cfg, method_of(cfg))
 
 
-def why_not_native(cfg: RunConfig) -> str | None:
-    """The reason why transformers' own classes cannot hold this model; None if they can."""
-    m = cfg.model
+def native_format(cfg: RunConfig) -> tuple[str | None, str]:
+    """The model_type of transformers that holds this model, and "" or the reason why there is none."""
     if cfg.ponder.method != "vanilla":
-        return f"method {cfg.ponder.method}"
-    if m.family != "llama" and m.num_kv_heads != m.num_heads:
-        return f"grouped key/value heads in a {m.family} block"
-    if m.family == "llama" and m.rotary_fraction != 1.0:
-        return f"rotary fraction {m.rotary_fraction:g} in a llama block"
-    if scale_of(cfg) != 1.0 and m.tie_embeddings:
-        return f"embedding scale {scale_of(cfg):g} on a tied table"
-    return None
+        return None, f"method {cfg.ponder.method}"
+    if scale_of(cfg) != 1.0 and cfg.model.tie_embeddings:
+        return None, f"embedding scale {scale_of(cfg):g} on a tied table"
+    reasons = {kind: _what_is_lost(cfg.model, form) for kind, form in FORMATS.items()}
+    fitting = next((kind for kind, reason in reasons.items() if not reason), None)
+    own = next((reasons[kind] for kind, form in FORMATS.items() if form.family == cfg.model.family), "its features")
+    return fitting, "" if fitting else own
+
+
+def _what_is_lost(m: ModelConfig, form: Format) -> str:
+    """The first feature of a model that a format does not hold; empty if it holds all of them."""
+    held, family = set(form.taken.values()), FAMILIES[form.family]
+    if "num_kv_heads" not in held and m.num_kv_heads != m.num_heads:
+        return f"grouped key/value heads in a {form.family} block"
+    if "head_size" not in held and m.query_width != m.hidden_size:
+        return f"heads of {m.head_size} channels in a {form.family} block"
+    for name in FEATURES:
+        without_effect = name.startswith("rotary") and m.positions != "rotary"
+        if name not in held and not without_effect and getattr(m, name) != getattr(family, name):
+            return f"{name.replace('_', ' ')} {getattr(m, name)} in a {form.family} block"
+    return ""
 
 
 def _common(cfg: RunConfig, dtype: str, eos: int | None) -> dict[str, Any]:
@@ -136,25 +110,15 @@ def ponder_config(cfg: RunConfig, dtype: str, eos: int | None) -> dict[str, Any]
     }
 
 
-def native_config(cfg: RunConfig, dtype: str, eos: int | None) -> dict[str, Any]:
-    """config.json for transformers' own class of the family (vanilla models)."""
+def native_config(cfg: RunConfig, kind: str, dtype: str, eos: int | None) -> dict[str, Any]:
+    """config.json for transformers' own class of a model_type (vanilla models)."""
     check_fields_known()
-    m = cfg.model
-    assert m.family is not None and m.hidden_size is not None and m.num_heads is not None
-    kind, architecture = NATIVE_TYPES[m.family]
-    out = {"model_type": kind, "architectures": [architecture], **_mapped(m, NATIVE_FIELDS[m.family])}
-    out |= _common(cfg, dtype, eos)
-    if m.family == "pythia":
-        # older releases of transformers read rotary_pct and rotary_emb_base, newer ones rope_parameters
-        out |= {"hidden_act": "gelu", "hidden_dropout": 0.0, "attention_dropout": 0.0, "attention_bias": True}
-        out |= {"rotary_pct": m.rotary_fraction, "rotary_emb_base": m.rotary_base}
-        rope = {"partial_rotary_factor": m.rotary_fraction}
-    elif m.family == "llama":
-        out |= {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0}
-        out |= {"head_dim": m.hidden_size // m.num_heads, "rope_theta": m.rotary_base}
-        rope = {}
-    else:
-        out |= {"activation_function": "gelu_new", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        return out
-    out["rope_parameters"] = {"rope_type": "default", "rope_theta": m.rotary_base, **rope}
+    m, form = cfg.model, FORMATS[kind]
+    out: dict[str, Any] = {"model_type": kind, "architectures": [form.architecture]}
+    out |= _mapped(m, {ours: theirs for theirs, ours in form.taken.items()}) | _common(cfg, dtype, eos)
+    out |= {name: legal[0] for name, legal in form.required.items()} | dict.fromkeys(form.without_dropout, 0.0)
+    if form.rotary:  # newer releases of transformers read this, older ones the fields beside it
+        out["rope_parameters"] = {"rope_type": "default", "rope_theta": m.rotary_base}
+        if "rotary_fraction" in form.taken.values():
+            out["rope_parameters"]["partial_rotary_factor"] = m.rotary_fraction
     return out

@@ -7,16 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from megaponder.config.load import from_mapping
+from megaponder.config.model import SIZES
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import DataConfig, PonderConfig, RunConfig
 from megaponder.errors import ConfigError, UserError
 from megaponder.export import folder, names, native, reference
 from megaponder.export.extra import need_transformers
 from megaponder.export.folder import has_tokenizer
+from megaponder.export.formats import FORMATS
 from megaponder.export.hf_fields import model_config
 from megaponder.export.save import save_weights
 from megaponder.ponder.settings import check_shape, table_rows
 
+MUST = {"family", *SIZES} - {"head_size", "vocab_multiple"}
+"""Fields of the model section that every folder with a modelling file has."""
 DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 
 
@@ -98,7 +102,8 @@ def _run_config(hf: dict[str, Any], source: Path, out: Path, ignore: frozenset[s
         from megaponder.export.configs import PONDER_FIELDS
 
         model_fields = {ours: hf[theirs] for ours, theirs in PONDER_FIELDS.items() if theirs in hf}
-        if lacking := sorted(PONDER_FIELDS.values() - hf.keys()):
+        # an older version's folder has no features beside its family's, which fills them in
+        if lacking := sorted({t for ours, t in PONDER_FIELDS.items() if ours in MUST} - hf.keys()):
             raise UserError(f"{where}: {lacking[0]} is missing.")
         method = {"method": hf["method"], "options": hf["method_options"]}
         whole = from_mapping({"model": {**model_fields, "embedding_scale": hf["embedding_scale"]}, "ponder": method})
@@ -117,8 +122,9 @@ def _run_config(hf: dict[str, Any], source: Path, out: Path, ignore: frozenset[s
 def to_plain(hf: dict[str, Any], tensors: names.Tensors, cfg: RunConfig) -> names.Tensors:
     """Plain tensors of any folder that `run_config` accepts, in FP32."""
     model = cfg.model
-    assert model.family is not None and model.num_heads is not None
-    plain = tensors if hf["model_type"] == "megaponder" else native.from_native(tensors, model.family, model.num_heads)
+    assert model.num_heads is not None
+    form = FORMATS.get(hf["model_type"])
+    plain = tensors if form is None else native.from_native(tensors, form, model.num_heads)
     if model.tie_embeddings:
         plain = {name: tensor for name, tensor in plain.items() if name != "lm_head.weight"}
     return {name: tensor.float() for name, tensor in plain.items()}

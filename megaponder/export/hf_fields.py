@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from typing import Any
 
 from megaponder.config.schema import ModelConfig
 from megaponder.errors import UserError
+from megaponder.export.formats import FORMATS, Format
 
 # without effect on the forward pass of a causal language model, whatever their value
 IGNORED = {
@@ -23,119 +23,6 @@ IGNORED = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Format:
-    """One model_type: names of the fields we take, their defaults where absent, and the values others must have."""
-
-    family: str
-    taken: dict[str, str]
-    """Theirs -> ours (ModelConfig)."""
-    defaults: dict[str, Any]
-    """Theirs -> the value that transformers takes where the file has none."""
-    required: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Theirs -> the values that our backbone computes; the first is transformers' default."""
-    rotary: bool = True
-
-
-_ROPE_NONE: tuple[Any, ...] = (None,)
-FORMATS = {
-    "gpt_neox": Format(
-        "pythia",
-        {
-            "vocab_size": "vocab_size",
-            "hidden_size": "hidden_size",
-            "num_hidden_layers": "num_layers",
-            "num_attention_heads": "num_heads",
-            "intermediate_size": "ffn_size",
-            "max_position_embeddings": "max_positions",
-            "layer_norm_eps": "norm_eps",
-            "use_parallel_residual": "parallel_residual",
-            "tie_word_embeddings": "tie_embeddings",
-            "rotary_pct": "rotary_fraction",
-            "rotary_emb_base": "rotary_base",
-        },
-        {
-            "vocab_size": 50432,
-            "hidden_size": 6144,
-            "num_hidden_layers": 44,
-            "num_attention_heads": 64,
-            "intermediate_size": 24576,
-            "max_position_embeddings": 2048,
-            "layer_norm_eps": 1e-5,
-            "use_parallel_residual": True,
-            "tie_word_embeddings": False,
-            "rotary_pct": 0.25,
-            "rotary_emb_base": 10000.0,
-        },
-        {"hidden_act": ("gelu",), "attention_bias": (True,)},
-    ),
-    "llama": Format(
-        "llama",
-        {
-            "vocab_size": "vocab_size",
-            "hidden_size": "hidden_size",
-            "num_hidden_layers": "num_layers",
-            "num_attention_heads": "num_heads",
-            "num_key_value_heads": "num_kv_heads",
-            "intermediate_size": "ffn_size",
-            "max_position_embeddings": "max_positions",
-            "rms_norm_eps": "norm_eps",
-            "tie_word_embeddings": "tie_embeddings",
-            "rope_theta": "rotary_base",
-        },
-        {
-            "vocab_size": 32000,
-            "hidden_size": 4096,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": None,
-            "intermediate_size": 11008,
-            "max_position_embeddings": 2048,
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": False,
-            "rope_theta": 10000.0,
-        },
-        {
-            "hidden_act": ("silu", "swish"),
-            "attention_bias": (False,),
-            "mlp_bias": (False,),
-            "sliding_window": (None,),
-            "use_sliding_window": (False,),
-        },
-    ),
-    "gpt2": Format(
-        "gpt2",
-        {
-            "vocab_size": "vocab_size",
-            "n_embd": "hidden_size",
-            "n_layer": "num_layers",
-            "n_head": "num_heads",
-            "n_inner": "ffn_size",
-            "n_positions": "max_positions",
-            "layer_norm_epsilon": "norm_eps",
-            "tie_word_embeddings": "tie_embeddings",
-        },
-        {
-            "vocab_size": 50257,
-            "n_embd": 768,
-            "n_layer": 12,
-            "n_head": 12,
-            "n_inner": None,
-            "n_positions": 1024,
-            "layer_norm_epsilon": 1e-5,
-            "tie_word_embeddings": True,
-        },
-        {
-            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-            "scale_attn_weights": (True,),
-            "scale_attn_by_inverse_layer_idx": (False,),
-            "add_cross_attention": (False,),
-        },
-        rotary=False,
-    ),
-}
-
-
 def model_config(hf: dict[str, Any], where: str, ignore: frozenset[str] = frozenset()) -> ModelConfig:
     """Our model section of a config.json; UserError for the first field that our backbones cannot represent."""
     kind = hf.get("model_type")
@@ -143,7 +30,7 @@ def model_config(hf: dict[str, Any], where: str, ignore: frozenset[str] = frozen
         known = ", ".join([*FORMATS, "megaponder"])
         raise UserError(f"{where}: model_type = {kind!r} cannot be imported; it must be one of {known}.")
     form = FORMATS[kind]
-    hf = {name: value for name, value in hf.items() if name not in ignore and name not in IGNORED}
+    hf = {name: value for name, value in hf.items() if name not in {*ignore, *IGNORED, *form.idle}}
     rope = _rope(hf, form, where)
     for name, legal in form.required.items():
         value = hf.pop(name, legal[0])
@@ -153,7 +40,7 @@ def model_config(hf: dict[str, Any], where: str, ignore: frozenset[str] = frozen
     for name, value in values.items():
         _refuse_other_type(name, value, form.defaults[name], where)
     heads, hidden = values[_theirs(form, "num_heads")], values[_theirs(form, "hidden_size")]
-    if hf.pop("head_dim", None) not in (None, hidden // heads):
+    if "head_dim" not in form.taken and hf.pop("head_dim", None) not in (None, hidden // heads):
         raise UserError(f"{where}: head_dim: heads must be hidden_size / num_attention_heads = {hidden // heads} wide.")
     layers = hf.pop("layer_types", None) or []
     if not isinstance(layers, list) or any(layer != "full_attention" for layer in layers):
@@ -166,7 +53,6 @@ def model_config(hf: dict[str, Any], where: str, ignore: frozenset[str] = frozen
     ours = {form.taken[name]: value for name, value in values.items()}
     ours["num_kv_heads"] = ours.get("num_kv_heads") or ours["num_heads"]
     ours["ffn_size"] = ours["ffn_size"] or 4 * hidden
-    ours = {"rotary_fraction": 1.0, "rotary_base": 10000.0, "parallel_residual": False} | ours
     return ModelConfig(family=form.family, embedding_scale="none", **ours)  # type: ignore[arg-type]
 
 

@@ -10,6 +10,7 @@ import torch
 from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError, first_line
 from megaponder.export import code, configs, folder, names
+from megaponder.export.formats import FORMATS
 from megaponder.ponder.registry import methods
 
 if TYPE_CHECKING:
@@ -95,12 +96,11 @@ def _class(path: Path, fields: dict[str, Any], trust_remote_code: bool) -> Any:
 
             return MegaponderForCausalLM
         return code.load(path, reference, sources)
-    native = dict(configs.NATIVE_TYPES.values())
     kind = fields.get("model_type")
-    if not isinstance(kind, str) or kind not in native:
-        known = ", ".join([*native, "megaponder"])
+    if not isinstance(kind, str) or kind not in FORMATS:
+        known = ", ".join([*FORMATS, "megaponder"])
         raise UserError(f"{path}: model_type = {kind!r}: no model can be made of it; it must be one of {known}.")
-    return getattr(transformers, native[kind])
+    return getattr(transformers, FORMATS[kind].architecture)
 
 
 def refuse_too_large(path: Path, fields: dict[str, Any], tensors: names.Tensors) -> None:

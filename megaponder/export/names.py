@@ -7,7 +7,7 @@ decoder.layers.I.input_layernorm               model.layers.I.input_layernorm
 decoder.layers.I.self_attention.linear_qkv     model.layers.I.self_attn.{q,k,v}_proj  (stage: group's q heads, k, v)
 decoder.layers.I.self_attention.linear_proj    model.layers.I.self_attn.o_proj
 decoder.layers.I.pre_mlp_layernorm             model.layers.I.post_attention_layernorm
-decoder.layers.I.mlp.linear_fc1                model.layers.I.mlp.{gate_proj, up_proj}  (gate: llama only)
+decoder.layers.I.mlp.linear_fc1                model.layers.I.mlp.{gate_proj, up_proj}  (gate: SwiGLU only)
 decoder.layers.I.mlp.linear_fc2                model.layers.I.mlp.down_proj
 final_norm, output_layer [V padded]            model.norm, lm_head [V]
 method_modules.X                               method.X  (router.weight, gates.I.0.weight, ...)
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megaponder.config.schema import ModelConfig
 from megaponder.errors import UserError
+from megaponder.export.formats import LAYER_NAMES
 
 Tensors = dict[str, Tensor]
 
@@ -34,23 +35,11 @@ _OUTER = {
     "final_norm.weight": "model.norm.weight",
     "final_norm.bias": "model.norm.bias",
 }
-_INNER = {
-    "input_layernorm": "input_layernorm",
-    "self_attention.linear_proj": "self_attn.o_proj",
-    "pre_mlp_layernorm": "post_attention_layernorm",
-    "mlp.linear_fc2": "mlp.down_proj",
-}
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _PLAIN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 NO_ROWS: Mapping[str, int] = {}
 _SAME = ("method_entry.", "method_layers.")
 _METHOD, _PLAIN_METHOD = "method_modules.", "method."
-
-
-def padded(model: ModelConfig) -> int:
-    """Rows of the stage's tables."""
-    assert model.vocab_size is not None
-    return -(-model.vocab_size // model.vocab_multiple) * model.vocab_multiple
 
 
 def split_qkv(fused: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,13 +74,13 @@ def to_plain(stage: Tensors, model: ModelConfig, rows: Mapping[str, int] = NO_RO
             out[name] = tensor
         elif name.startswith(_METHOD):
             out[_PLAIN_METHOD + name[len(_METHOD) :]] = tensor
-        elif match and match[2] in _INNER:
-            out[f"model.layers.{match[1]}.{_INNER[match[2]]}.{match[3]}"] = tensor
+        elif match and match[2] in LAYER_NAMES:
+            out[f"model.layers.{match[1]}.{LAYER_NAMES[match[2]]}.{match[3]}"] = tensor
         elif match and match[2] == "self_attention.linear_qkv":
             for letter, part in zip("qkv", split_qkv(tensor, model.num_heads, model.num_kv_heads), strict=True):
                 out[f"model.layers.{match[1]}.self_attn.{letter}_proj.{match[3]}"] = part
         elif match and match[2] == "mlp.linear_fc1":
-            parts = tensor.chunk(2) if model.family == "llama" else (tensor,)
+            parts = tensor.chunk(2) if model.gated else (tensor,)
             for part, side in zip(reversed(parts), ("up", "gate"), strict=False):
                 out[f"model.layers.{match[1]}.mlp.{side}_proj.{match[3]}"] = part
         else:
@@ -106,13 +95,13 @@ def to_stage(plain: Tensors, model: ModelConfig, rows: Mapping[str, int] = NO_RO
     """A stage's tensors (padded tables) of plain ones: the inverse of `to_plain`."""
     assert model.num_heads is not None and model.num_kv_heads is not None
     outer = {new: old for old, new in _OUTER.items()}
-    inner = {new: old for old, new in _INNER.items()}
+    inner = {new: old for old, new in LAYER_NAMES.items()}
     in_table = {f"method.{parameter}.weight": row for parameter, row in rows.items()}
     out: Tensors = {}
     for name, tensor in plain.items():
         match = _PLAIN_LAYER.fullmatch(name)
         if name in outer:
-            out[outer[name]] = _pad_rows(tensor, padded(model)) if outer[name] in _TABLES else tensor
+            out[outer[name]] = _pad_rows(tensor, model.padded_vocab) if outer[name] in _TABLES else tensor
         elif name in in_table:
             continue
         elif name.startswith(_SAME):
@@ -126,10 +115,10 @@ def to_stage(plain: Tensors, model: ModelConfig, rows: Mapping[str, int] = NO_RO
             fused = fuse_qkv(tensor, k, v, heads=model.num_heads, groups=model.num_kv_heads)
             out[f"decoder.layers.{match[1]}.self_attention.linear_qkv.{match[3]}"] = fused
         elif match and match[2] == "mlp.up_proj":
-            gate = [plain[name.replace("up_proj", "gate_proj")]] if model.family == "llama" else []
+            gate = [plain[name.replace("up_proj", "gate_proj")]] if model.gated else []
             out[f"decoder.layers.{match[1]}.mlp.linear_fc1.{match[3]}"] = torch.cat([*gate, tensor])
         elif not (match and match[2] in ("self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj")):
-            raise UserError(f"the folder's parameter {name} has no place in a {model.family} model.")
+            raise UserError(f"the folder's parameter {name} has no place in this model.")
     for name, row in in_table.items():
         if name in plain:
             out["embedding.word_embeddings.weight"][row] = plain[name][0]

@@ -12,7 +12,7 @@ from megaponder.checkpoint.model_state import layout, sharded_state
 from megaponder.checkpoint.state import CONFIG, Contents, TrainState, save_state
 from megaponder.config.load import dump
 from megaponder.config.schema import RunConfig
-from megaponder.engine.stage import PonderStage
+from megaponder.engine.model import PonderStage
 from megaponder.errors import UserError
 
 

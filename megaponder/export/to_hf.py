@@ -17,6 +17,7 @@ from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError
 from megaponder.export import card, compose, configs, folder, names, native, reference, tokenizer
 from megaponder.export.extra import need_transformers
+from megaponder.export.formats import FORMATS
 from megaponder.ponder.settings import table_rows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -29,7 +30,8 @@ class Exported:
     folder: Path
     native: bool
     """In transformers' own format; otherwise the folder carries its modelling code (trust_remote_code=True)."""
-    why_not_native: str | None
+    why_not_native: str
+    """Empty if it is."""
     files: tuple[str, ...]
     parameters: int
     max_difference: float
@@ -75,17 +77,18 @@ def export(
     state = cast(state, dtype)
     out = Path(out)
     with folder.published(out, force) as temporary:
-        reason = configs.why_not_native(cfg)
+        kind, reason = configs.native_format(cfg)
         plain = names.to_plain(state, cfg.model, table_rows(cfg))
         tokens = tokenizer.write(cfg, temporary, tokenizer_path)
-        write_model(cfg, plain, temporary, reason is None, tokens.eos_id, shard_bytes)
+        write_model(cfg, plain, temporary, kind, tokens.eos_id, shard_bytes)
         count = sum(t.numel() for t in plain.values())
         del plain
         worst = check(cfg, state, temporary, out, tolerance)
         step = load_state(source)[0].step
-        card.write(cfg, temporary, native=reason is None, step=step, parameters=count, tokens=tokens, difference=worst)
+        own_format = kind is not None
+        card.write(cfg, temporary, native=own_format, step=step, parameters=count, tokens=tokens, difference=worst)
         files = tuple(sorted(p.name for p in temporary.iterdir()))
-    return Exported(out, reason is None, reason, files, count, worst)
+    return Exported(out, kind is not None, reason, files, count, worst)
 
 
 def cast(state: dict[str, Tensor], dtype: str | None) -> dict[str, Tensor]:
@@ -100,19 +103,19 @@ def write_model(
     cfg: RunConfig,
     plain: names.Tensors,
     path: Path,
-    as_native: bool,
+    kind: str | None,
     eos: int | None,
     shard_bytes: int = folder.SHARD_BYTES,
 ) -> None:
-    """Weights, config.json, generation_config.json and, where needed, the modelling code."""
-    assert cfg.model.family is not None and cfg.model.num_heads is not None
+    """Weights, config.json, generation_config.json and, where no model_type `kind` holds it, the modelling code."""
+    assert cfg.model.num_heads is not None
     dtype = str(plain["model.embed_tokens.weight"].dtype).removeprefix("torch.")
-    if as_native:
-        config = configs.native_config(cfg, dtype, eos)
+    if kind is not None:
+        config = configs.native_config(cfg, kind, dtype, eos)
         plain = dict(plain)
         # exact: the table is only ever read times the scale, and a tied table is never scaled here
         plain["model.embed_tokens.weight"] = plain["model.embed_tokens.weight"] * configs.scale_of(cfg)
-        tensors = native.to_native(plain, cfg.model.family, cfg.model.num_heads)
+        tensors = native.to_native(plain, FORMATS[kind], cfg.model.num_heads)
     else:
         config, tensors = configs.ponder_config(cfg, dtype, eos), plain
         for name, text in compose.files(cfg.ponder.method).items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megaponder.config import budget
 from megaponder.config.facts import MethodFacts, OwnParameters
 from megaponder.config.gpus import Gpu
 from megaponder.config.rules.layout import choose_group
@@ -114,7 +113,7 @@ def build_plan(cfg: RunConfig, method: Any, facts: MethodFacts, world_size: int,
             microbatch_group=(par.microbatch_group or choose_group(m, par.pipeline)) if interleaved else None,
         ),
         parameters=model_parameters(cfg, own),
-        table_rows=budget.padded_vocab(cfg),
+        table_rows=cfg.model.padded_vocab,
         flops=step_flops(cfg, method),
         needed=mean_needed(cfg, method),
         executed=mean_executed(cfg, method),

@@ -4,9 +4,9 @@ Conventions (printed with every number that depends on them): a multiply-add is 
 backward is twice forward; *needed* FLOPs count each pass once (no recompute), *executed* ones add what is run again.
 The unit is one real token: a pass with m slots a token runs m rows of the stack for it.
 
-    linear      2 L (2 H^2 + 2 H H_kv + nm H F) a row       nm = 3 (SwiGLU) or 2 (GELU)
-                less 2 (H^2 + nm H F) in the last layer for a row whose output nobody reads
-    attention   4 L H a visible key; row i of m n rows sees i + 1 keys of each key set
+    linear      2 L (2 H H_q + 2 H H_kv + nm H F) a row     nm = 3 (SwiGLU) or 2 (GELU); H_q, H_kv: all heads together
+                less 2 (H H_q + nm H F) in the last layer for a row whose output nobody reads
+    attention   4 L H_q a visible key; row i of m n rows sees i + 1 keys of each key set
     head        2 V H, in the last pass
     extra       what the method says (`extra_flops`): vocabulary mixtures, gates
 """
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from megaponder.config.facts import MethodLike, PassLike
 from megaponder.config.recompute import recomputed_layers
 from megaponder.config.schema import ModelConfig, RunConfig
+from megaponder.plan.layer import key_flops, linear_flops, unread_flops
 
 BACKWARD = 2.0
 """Backward FLOPs of a forward FLOP: the gradients of input and weight."""
@@ -66,38 +67,22 @@ class StepFlops:
         return self.needed + sum(s * (p.linear + p.attention) for s, p in zip(self.again, self.passes, strict=True))
 
 
-def linear_flops(model: ModelConfig) -> float:
-    """Matrix FLOPs of the stack for one row, forward."""
-    assert model.hidden_size and model.num_heads and model.num_kv_heads and model.ffn_size and model.num_layers
-    h, f = model.hidden_size, model.ffn_size
-    kv = h // model.num_heads * model.num_kv_heads
-    mlp = (3 if model.family == "llama" else 2) * h * f
-    return 2.0 * model.num_layers * (2 * h * h + 2 * h * kv + mlp)
-
-
-def unread_flops(model: ModelConfig) -> float:
-    """What the last layer does not compute for a row that serves as a key only: its output projection and MLP."""
-    assert model.hidden_size and model.ffn_size
-    matrices = 3 if model.family == "llama" else 2
-    return 2.0 * (model.hidden_size**2 + matrices * model.hidden_size * model.ffn_size)
-
-
 def attention_flops(model: ModelConfig, tokens: int, slots: int) -> float:
     """Attention FLOPs of the stack per token, forward, causal half: m rows a token, each of m n rows sees its past."""
-    assert model.hidden_size and model.num_layers
+    assert model.num_layers
     mean_keys = (slots * tokens + 1) / 2
-    return 4.0 * model.num_layers * model.hidden_size * slots * mean_keys
+    return model.num_layers * key_flops(model) * slots * mean_keys
 
 
 def pass_flops(cfg: RunConfig, method: MethodLike, p: PassLike) -> PassFlops:
     """FLOPs of one pass of a resolved configuration whose vocabulary is known."""
     model = cfg.model
-    assert model.vocab_size and model.hidden_size
+    assert model.vocab_size and model.hidden_size and model.num_layers
     unread = 0 if p.reads is None else p.slots - len(p.reads)
     return PassFlops(
         index=p.index,
         slots=p.slots,
-        linear=p.slots * linear_flops(model) - unread * unread_flops(model),
+        linear=p.slots * model.num_layers * linear_flops(model) - unread * unread_flops(model),
         attention=p.key_sets * attention_flops(model, cfg.data.sequence_length, p.slots),
         head=2.0 * model.vocab_size * model.hidden_size if p.last else 0.0,
         extra=method.extra_flops(p, model.vocab_size),

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from megaponder.config import budget
 from megaponder.config.facts import MethodFacts, OwnParameters, PassLike
 from megaponder.config.in_flight import in_flight
 from megaponder.config.recompute import recomputed_layers
 from megaponder.config.rules.layout import choose_group
-from megaponder.config.schema import ModelConfig, RunConfig
+from megaponder.config.schema import RunConfig
+from megaponder.plan.layer import attention_bytes, mlp_elements, norms_bytes, pre_norms_bytes
 from megaponder.plan.parameters import NONE, Parameters, rank_parameters
 
 GIB = 2**30
@@ -55,15 +55,14 @@ def layer_activations(cfg: RunConfig, rows: int, te: bool = False, active: float
     """
     model, e, tp = cfg.model, element_bytes(cfg), cfg.parallel.tensor
     assert model.hidden_size and model.num_heads and model.ffn_size
-    split = _attention_elements(model) + _mlp_elements(model)
+    attention = attention_bytes(model, e, te)
     log_sums = 4 * model.num_heads  # FP32, of the fused attention
-    norms, inner = _norm_bytes(cfg, te), float(split * e + log_sums)
+    norms, inner = norms_bytes(model, e, te), attention + mlp_elements(model) * e + log_sums
     if cfg.precision.fp8 != "none":  # what a linear layer reads is kept in FP8; attention's output in both formats
         norms -= 2 * model.hidden_size * (e - 1)
-        inner -= model.ffn_size * (e - 1) - model.hidden_size
+        inner -= model.ffn_size * (e - 1) - model.query_width
     if active < 1.0:
-        attention = _attention_elements(model) * e
-        inner = attention + active * (inner - attention + model.hidden_size * e)
+        inner = attention + active * (inner - attention + model.query_width * e)
         norms *= active
     return rows * (norms / _sequence_shards(cfg) + inner / tp)
 
@@ -71,28 +70,6 @@ def layer_activations(cfg: RunConfig, rows: int, te: bool = False, active: float
 def _sequence_shards(cfg: RunConfig) -> int:
     """Ranks among which the rows outside of attention and MLP are split."""
     return cfg.parallel.tensor if cfg.parallel.sequence else 1
-
-
-def _norm_bytes(cfg: RunConfig, te: bool) -> float:
-    """Two norms of one row: each keeps its input and its output.  They are split under sequence parallelism only."""
-    model, e = cfg.model, element_bytes(cfg)
-    h = model.hidden_size or 0
-    if model.family == "llama" and not te:  # the local RMSNorm keeps its FP32 input and the normed value besides
-        return 2.0 * h * (4 + 2 * e)
-    shared_input = 1 if model.parallel_residual else 2
-    return float((shared_input + 2) * h * e)
-
-
-def _attention_elements(model: ModelConfig) -> int:
-    """Elements of one row between the projections: q, k, v, and the input of the output projection."""
-    assert model.hidden_size and model.num_heads and model.num_kv_heads
-    return 4 * model.hidden_size  # with grouped queries, k and v are repeated for all heads
-
-
-def _mlp_elements(model: ModelConfig) -> int:
-    """Elements of one row inside the MLP: SwiGLU's two inputs, an activation's one, and what the last layer reads."""
-    assert model.ffn_size
-    return (3 if model.family == "llama" else 2) * model.ffn_size
 
 
 def rank_memory(
@@ -133,7 +110,7 @@ def rank_memory(
 
     vocabulary = 0.0
     if stage == par.pipeline - 1:
-        columns = budget.padded_vocab(cfg) // par.tensor
+        columns = model.padded_vocab // par.tensor
         vocabulary = 2.0 * tokens * columns * e  # logits and their gradient
         if facts.mixes_vocabulary:
             mixing = sum(not p.last for p in passes) / len(passes)
@@ -173,7 +150,7 @@ def _working(cfg: RunConfig, rows: int) -> float:
     """Bytes that a layer's backward takes for a while: gradients inside the MLP, and of its input and output."""
     model, e, tp = cfg.model, element_bytes(cfg), cfg.parallel.tensor
     assert model.hidden_size
-    return rows * e * (_mlp_elements(model) / tp + 2 * model.hidden_size / _sequence_shards(cfg))
+    return rows * e * (mlp_elements(model) / tp + 2 * model.hidden_size / _sequence_shards(cfg))
 
 
 def layer_input(cfg: RunConfig, rows: int) -> float:
@@ -187,16 +164,14 @@ def _pass_activations(
     """One pass of one micro-batch through a stage: its layers, and the norm where rows are read."""
     whole = (layers - recomputed) * layer_activations(cfg, rows, te, active) + recomputed * layer_input(cfg, rows)
     if read:
-        whole += rows * _norm_bytes(cfg, te) / 2 / _sequence_shards(cfg)
+        whole += rows * pre_norms_bytes(cfg.model, element_bytes(cfg), te) / 2 / _sequence_shards(cfg)
     return whole
 
 
 def _kept(cfg: RunConfig, rows: int, te: bool) -> float:
     """Keys and values that a layer merges for the next pass, and on a GPU the place of their gradients (graphs)."""
     model = cfg.model
-    assert model.hidden_size and model.num_heads and model.num_kv_heads
-    width = model.hidden_size // model.num_heads * model.num_kv_heads
-    return rows * width * element_bytes(cfg) * (4 if _captured(cfg, te) else 2) / cfg.parallel.tensor
+    return rows * model.key_width * element_bytes(cfg) * (4 if _captured(cfg, te) else 2) / cfg.parallel.tensor
 
 
 def _captured(cfg: RunConfig, te: bool) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from megaponder.config import budget
 from megaponder.config.facts import MethodFacts, OwnParameters
-from megaponder.config.schema import ModelConfig, RunConfig
+from megaponder.config.schema import RunConfig
+from megaponder.plan.layer import layer_parameters, norm_parameters
 
 NONE = OwnParameters()
 
@@ -18,7 +18,7 @@ class Parameters:
     embedding: int = 0
     """Token table."""
     positions: int = 0
-    """Learned positions (gpt2)."""
+    """Learned positions."""
     attention: int = 0
     mlp: int = 0
     norms: int = 0
@@ -35,23 +35,10 @@ class Parameters:
         return sum(getattr(self, f.name) for f in fields(self))
 
 
-def layer_parameters(model: ModelConfig, tensor: int = 1) -> Parameters:
-    """One layer on one of `tensor` ranks: matrices are split; norms and the biases after a reduction are not."""
-    assert model.hidden_size and model.num_heads and model.num_kv_heads and model.ffn_size
-    h, f, llama = model.hidden_size, model.ffn_size, model.family == "llama"
-    qkv = h + 2 * (h // model.num_heads) * model.num_kv_heads
-    attention = (qkv * h + h * h) // tensor
-    mlp = (3 if llama else 2) * h * f // tensor
-    if not llama:
-        attention += qkv // tensor + h
-        mlp += f // tensor + h
-    return Parameters(attention=attention, mlp=mlp, norms=2 * h if llama else 4 * h)
-
-
 def model_parameters(cfg: RunConfig, own: OwnParameters = NONE, padded: bool = False) -> Parameters:
     """The whole model, with the true vocabulary or with the padded table of training."""
     assert cfg.model.num_layers and cfg.model.vocab_size
-    rows = budget.padded_vocab(cfg) if padded else cfg.model.vocab_size
+    rows = cfg.model.padded_vocab if padded else cfg.model.vocab_size
     return _parts(cfg, 1, cfg.model.num_layers, rows, first=True, last=True, method=own.on(slice(None), True, True))
 
 
@@ -60,7 +47,7 @@ def rank_parameters(cfg: RunConfig, facts: MethodFacts, stage: int, own: OwnPara
     assert cfg.model.num_layers
     tp, pp = cfg.parallel.tensor, cfg.parallel.pipeline
     first, last = stage == 0, stage == pp - 1
-    rows = budget.padded_vocab(cfg) // tp
+    rows = cfg.model.padded_vocab // tp
     layers = cfg.model.num_layers // pp
     method = own.on(slice(stage * layers, (stage + 1) * layers), first, last)
     parts = _parts(cfg, tp, layers, rows, first, last, method)
@@ -73,10 +60,10 @@ def _parts(cfg: RunConfig, tp: int, layers: int, rows: int, first: bool, last: b
     h = model.hidden_size or 0
     return Parameters(
         embedding=rows * h if first else 0,
-        positions=(model.max_positions or 0) * h if first and model.family == "gpt2" else 0,
+        positions=model.learned_positions * h if first else 0,
         attention=layers * one.attention,
         mlp=layers * one.mlp,
-        norms=layers * one.norms + ((h if model.family == "llama" else 2 * h) if last else 0),
+        norms=layers * one.norms + (norm_parameters(model, h) if last else 0),
         head=rows * h if last and not model.tie_embeddings else 0,
         method=method,
     )

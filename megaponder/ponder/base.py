@@ -26,6 +26,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from megaponder.config.presets import NEOX_RECIPE
 from megaponder.errors import UserError
 
 
@@ -167,6 +168,11 @@ class Shape:
     family: str
     num_layers: int
     hidden_size: int
+
+    @property
+    def neox_recipe(self) -> bool:
+        """The published models of this backbone were initialised by the papers' GPT-NeoX code."""
+        return self.family in NEOX_RECIPE
 
 
 class Method:

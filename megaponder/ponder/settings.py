@@ -55,15 +55,15 @@ def embedding_scale(cfg: RunConfig, method: Method) -> float:
 
 
 def initialisation(cfg: RunConfig, method: Method) -> tuple[str, float, float]:
-    """(family, std of matrices and embeddings, factor on the std of attention-output and MLP-down matrices)."""
+    """(kind, std of matrices and embeddings, factor on the std of attention-output and MLP-down matrices)."""
     m = cfg.model
     assert m.hidden_size is not None
-    family, factor = method.initialisation()
+    kind, factor = method.initialisation()
     if m.init != "auto":
-        family = m.init
+        kind = m.init
     if m.init_output_scale != "auto":
         factor = float(m.init_output_scale)
-    return family, init_std(m, family), factor
+    return kind, init_std(m, kind), factor
 
 
 def check_shape(cfg: RunConfig) -> None:

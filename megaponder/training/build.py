@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron.core.optimizer import MegatronOptimizer
 
-from megaponder.backbone.spec import implementations
+from megaponder.backbone.parts import implementations
 from megaponder.checkpoint.save import Saver
 from megaponder.checkpoint.state import TrainState
 from megaponder.config.budget import last_step

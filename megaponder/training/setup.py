@@ -15,6 +15,7 @@ from megaponder.config.facts import facts_of
 from megaponder.config.fields import all_fields, value_of
 from megaponder.config.gpus import find_gpu
 from megaponder.config.load import dump
+from megaponder.config.model import FEATURES, SIZES
 from megaponder.config.resolve import resolve
 from megaponder.config.rules import check
 from megaponder.config.rules.case import Machine, this_machine
@@ -28,9 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 IDENTITY = (
-    "model.family", "model.num_layers", "model.hidden_size", "model.num_heads", "model.num_kv_heads", "model.ffn_size",
-    "model.vocab_size", "model.vocab_multiple", "model.rotary_fraction", "model.rotary_base", "model.parallel_residual",
-    "model.tie_embeddings", "ponder.method",
+    "model.family", *(f"model.{name}" for name in (*SIZES, *FEATURES) if name != "norm_eps"), "ponder.method",
 )  # fmt: skip
 """Fields that must be those of the checkpoint: with others its weights would mean something else."""
 WATCHED = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megaponder.config.model import FEATURES
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import DataConfig, ModelConfig, PonderConfig, RunConfig
 from megaponder.export import names, reference
@@ -26,10 +27,8 @@ def run_config(net: MegaponderForCausalLM, run: Path, **data: Any) -> RunConfig:
         ffn_size=c.intermediate_size,
         vocab_size=c.vocab_size,
         max_positions=c.max_position_embeddings,
-        norm_eps=c.norm_eps,
-        rotary_fraction=1.0 if c.family == "gpt2" else c.rotary_fraction,
-        rotary_base=c.rotary_base,
-        parallel_residual=c.family == "pythia" and c.parallel_residual,
+        head_size=c.head_size,
+        **{name: getattr(c, name) for name in FEATURES if name != "tie_embeddings" and hasattr(c, name)},
         tie_embeddings=c.tie_word_embeddings,
         embedding_scale=c.embedding_scale,
     )

@@ -6,7 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 NEOX = dict(
     vocab_size=83,
@@ -48,6 +57,15 @@ CASES: dict[str, tuple[Any, Any]] = {
     "neox_tied": (GPTNeoXForCausalLM, lambda: GPTNeoXConfig(**NEOX, tie_word_embeddings=True)),
     "llama_gqa": (LlamaForCausalLM, lambda: LlamaConfig(**LLAMA, **rope(5e5), num_key_value_heads=2, rms_norm_eps=0.1)),
     "llama_tied": (LlamaForCausalLM, lambda: LlamaConfig(**LLAMA, rms_norm_eps=1e-5, tie_word_embeddings=True)),
+    "llama_wide_heads": (LlamaForCausalLM, lambda: LlamaConfig(**LLAMA, head_dim=12, num_key_value_heads=1)),
+    "qwen3_gqa": (
+        Qwen3ForCausalLM,
+        lambda: Qwen3Config(**LLAMA, **rope(1e6), num_key_value_heads=2, head_dim=12, rms_norm_eps=0.1),
+    ),
+    "qwen3_tied": (
+        Qwen3ForCausalLM,
+        lambda: Qwen3Config(**LLAMA, num_key_value_heads=4, head_dim=8, tie_word_embeddings=True),
+    ),
     "gpt2": (GPT2LMHeadModel, lambda: GPT2Config(**GPT2)),
     "gpt2_untied": (
         GPT2LMHeadModel,

@@ -151,7 +151,7 @@ def test_mistakes_are_named() -> None:
         net(ids(1, 3), attention_mask=torch.ones(1, 2))
     for wrong, words in (
         (dict(method="unknown"), "must be one of adaponderlm, "),
-        (dict(family="bert"), "must be pythia"),
+        (dict(family="bert"), "must be pythia, llama, gpt2, or give activation"),
         (dict(method="loop", method_options={"step": 1}), "no option"),
     ):
         with pytest.raises(ValueError, match=words):

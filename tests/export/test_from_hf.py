@@ -46,7 +46,7 @@ BASE: dict[str, dict[str, Any]] = {
         ("llama", {"mlp_bias": True}, "mlp_bias = True"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu': a llama block computes 'silu' only"),
         ("llama", {"sliding_window": 4096}, "sliding_window = 4096"),
-        ("llama", {"head_dim": 16}, "head_dim: heads must be hidden_size / num_attention_heads = 8 wide"),
+        ("gpt_neox", {"head_dim": 16}, "head_dim: heads must be hidden_size / num_attention_heads = 8 wide"),
         ("llama", {"layer_types": ["full_attention", "sliding_attention"]}, "every layer must be full_attention"),
         ("gpt_neox", {"hidden_act": "gelu_new"}, "hidden_act = 'gelu_new': a pythia block computes 'gelu' only"),
         ("gpt_neox", {"attention_bias": False}, "attention_bias = False"),
@@ -55,7 +55,7 @@ BASE: dict[str, dict[str, Any]] = {
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
         ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights = False"),
         ("llama", {"logit_scale": 0.5}, "logit_scale = 0.5 is not known .* say --ignore logit_scale"),
-        ("llama", {"model_type": "mamba"}, "model_type = 'mamba' .* must be one of gpt_neox, llama, gpt2"),
+        ("llama", {"model_type": "mamba"}, "model_type = 'mamba' .* must be one of gpt_neox, llama, gpt2, qwen3"),
     ],
 )
 def test_fields_that_cannot_be_represented(kind: str, change: dict[str, Any], words: str) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from megaponder.export.formats import FORMATS
 from megaponder.export.modeling_megaponder import MegaponderConfig, MegaponderForCausalLM
 from megaponder.export.native import from_native
 from tests.tolerance import ATOL, RTOL
@@ -35,8 +36,9 @@ CASES = {
 def test_logits_and_gradients(name: str, attention: str) -> None:
     with np.load(FOLDER / f"{name}.npz", allow_pickle=False) as f:
         data = {k: torch.tensor(f[k]) for k in f.files}
+    form = FORMATS["llama" if CASES[name]["family"] == "llama" else "gpt_neox"]
     weights, gradients = (
-        from_native({k[2:]: v for k, v in data.items() if k[:2] == p and "adapter" not in k}, CASES[name]["family"], 4)
+        from_native({k[2:]: v for k, v in data.items() if k[:2] == p and "adapter" not in k}, form, 4)
         for p in ("w/", "g/")
     )
     shape = dict(vocab_size=96, hidden_size=H, num_hidden_layers=3, num_attention_heads=4)

@@ -24,6 +24,10 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "adaponderlm-gathered": {"family": "pythia", "method": "adaponderlm", "options": {"steps": 2}, "skip": True},
     "adaptive_cot": {"family": "llama", "method": "adaptive_cot"},
+    "qk-norm": {"family": "qwen3", "method": "loop", "options": {"extra_passes": 1}, "features": {"num_kv_heads": 2}},
+    "sandwich": {
+        "family": "llama", "method": "loop", "options": {"extra_passes": 1}, "features": {"norm_placement": "sandwich"},
+    },
     "ponderlm-recompute": {"family": "pythia", "method": "ponderlm", "options": {"steps": 2}, "recompute": True},
 }  # fmt: skip
 SPREAD: dict[str, dict[str, Any]] = {
@@ -35,6 +39,7 @@ SPREAD: dict[str, dict[str, Any]] = {
     "adaptive_cot-dp2": CASES["adaptive_cot"] | {"data": 2},
     "ponderlm-dp2-pp2": CASES["ponderlm"] | {"data": 2, "pipeline": 2, "micro_batches": 4},
     "ponderlm-tp2": CASES["ponderlm"] | {"tensor": 2},
+    "qk-norm-tp2": CASES["qk-norm"] | {"tensor": 2},
     "adaponderlm-gathered-tp2": CASES["adaponderlm-gathered"] | {"tensor": 2},
 }
 """Over several ranks, which share a GPU where there are too few (`one_card.py`)."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,11 +12,22 @@ from tests.distributed import run_workers
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
+FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "pythia": ("pythia", {}),
+    "qk-norm": ("qwen3", {"num_kv_heads": 2}),
+    "sandwich": ("llama", {"norm_placement": "sandwich"}),
+}
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
-def test_fp8_is_near_bf16(recipe: str) -> None:
+@pytest.mark.parametrize("name", FEATURES)
+def test_fp8_is_near_bf16(recipe: str, name: str) -> None:
     """Bounds: E4M3 has 3 bits of mantissa and E5M2 2, so products are off by some percent, means by much less."""
     pytest.importorskip("transformer_engine")
-    got = run_workers("tests.gpu.workers:compare_fp8", 1, args={"recipe": recipe})[0]
+    family, features = FEATURES[name]
+    got = run_workers(
+        "tests.gpu.workers:compare_fp8", 1, args={"recipe": recipe, "family": family, "features": features}
+    )[0]
     print(got)
     assert got["loss_error"] < 1e-2
     assert 1e-3 < got["gradient_error"] < 0.2  # not equal: FP8 really ran

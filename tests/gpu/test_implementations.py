@@ -20,12 +20,31 @@ CASES = [
     ("pythia", "adaponderlm", {}),
     ("llama", "adaptive_cot", {}),
 ]
+FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixed": (
+        "llama",
+        {"head_size": 32, "norm": "layernorm", "qkv_bias": True, "activation": "gelu", "mlp_bias": True},
+    ),
+    "mixed-without-biases": ("pythia", {"qkv_bias": False, "output_bias": False, "mlp_bias": False}),
+    "qk-norm": ("qwen3", {"num_kv_heads": 2, "head_size": 128}),
+    "sandwich": ("llama", {"norm_placement": "sandwich"}),
+    "sandwich-parallel": ("pythia", {"norm_placement": "sandwich"}),
+    "qk-norm-layernorm": ("pythia", {"qk_norm": "head"}),
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_features_in_both_implementations(name: str) -> None:
+    family, features = FEATURES[name]
+    test_te_is_as_near_to_fp32_as_pytorch_is(family, "loop", {"extra_passes": 1}, features)
 
 
 @pytest.mark.parametrize(("family", "method", "options"), CASES)
-def test_te_is_as_near_to_fp32_as_pytorch_is(family: str, method: str, options: dict[str, Any]) -> None:
+def test_te_is_as_near_to_fp32_as_pytorch_is(
+    family: str, method: str, options: dict[str, Any], features: dict[str, Any] | None = None
+) -> None:
     pytest.importorskip("transformer_engine")
-    args = {"family": family, "method": method, "options": options}
+    args = {"family": family, "method": method, "options": options, "features": features or {}}
     got = run_workers("tests.gpu.workers:compare_implementations", 1, args=args)[0]
     print(got)
     assert got["params"]["te"] == got["params"]["fp32"]

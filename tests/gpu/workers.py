@@ -9,7 +9,9 @@ from megaponder.config.schema import ModelConfig, RunConfig
 from tests.gpu import one_card
 
 
-def config(family: str, method: str, options: dict[str, Any], implementation: str, dtype: str) -> RunConfig:
+def config(
+    family: str, method: str, options: dict[str, Any], implementation: str, dtype: str, features: dict[str, Any]
+) -> RunConfig:
     """A small model with sizes that the fused kernels accept."""
     model = ModelConfig(
         family=family,  # type: ignore[arg-type]
@@ -19,6 +21,7 @@ def config(family: str, method: str, options: dict[str, Any], implementation: st
         ffn_size=512,
         vocab_size=1000,
         init_std=0.05,
+        **features,
     )
     cfg = RunConfig(model=model)
     cfg.ponder.method, cfg.ponder.options = method, options
@@ -27,7 +30,9 @@ def config(family: str, method: str, options: dict[str, Any], implementation: st
     return resolve(cfg)
 
 
-def compare_implementations(family: str, method: str, options: dict[str, Any]) -> dict[str, Any]:
+def compare_implementations(
+    family: str, method: str, options: dict[str, Any], features: dict[str, Any]
+) -> dict[str, Any]:
     """Loss and gradients of PyTorch's layers in FP32 and of both implementations in BF16, on equal weights."""
     import torch
 
@@ -42,7 +47,7 @@ def compare_implementations(family: str, method: str, options: dict[str, Any]) -
     batches = [MicroBatch(t[:, :-1], t[:, 1:], torch.ones(4, 128)) for t in text.split(4)]
     out: dict[str, Any] = {}
     for name, implementation, dtype in (("fp32", "local", "fp32"), ("local", "local", "bf16"), ("te", "te", "bf16")):
-        cfg = config(family, method, options, implementation, dtype)
+        cfg = config(family, method, options, implementation, dtype, features)
         engine = build_engine(cfg, method_of(cfg), groups.init(cfg))
         engine.zero_grad()
         step = engine.forward_backward(batches, 0, train=True)
@@ -106,6 +111,7 @@ def _case(case: dict[str, Any], precision: str) -> RunConfig:
         case.get("options", {}),
         implementation,
         "fp32" if precision == "fp32" else "bf16",
+        case.get("features", {}),
     )
     cfg.parallel.distributed_optimizer = precision != "fp32"  # with it, GEMMs add to the gradients themselves
     cfg.precision.fp8 = precision if fp8 else "none"  # type: ignore[assignment]
@@ -167,9 +173,9 @@ def _make_wait(stage: Any, from_pass: int) -> None:
     stage.decoder.layers[-1].register_forward_pre_hook(waits)
 
 
-def compare_fp8(recipe: str) -> dict[str, Any]:
+def compare_fp8(recipe: str, family: str, features: dict[str, Any]) -> dict[str, Any]:
     """Loss and gradients of FP8 against BF16 on equal weights, after two steps that fill the amax history."""
-    case = {"family": "pythia", "method": "ponderlm", "options": {"steps": 2}}
+    case = {"family": family, "method": "ponderlm", "options": {"steps": 2}, "features": features}
     found = []
     for precision in ("bf16", recipe):
         cfg = _case(case, precision)

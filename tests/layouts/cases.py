@@ -73,6 +73,38 @@ CASES = {
     "pruned-pythia": Case("pythia", "pruned_ponderlm", {"steps": 2, "depth": 2.3}),
     "pruned-gpt2-skip": Case("gpt2", "pruned_ponderlm", {"steps": 2, "depth": 1.6, "by": "position"}, skip=True),
     "confident-pythia": Case("pythia", "confident_ponderlm", {"steps": 2, "threshold": 0.1}),
+    # features that no family has together: heads wider than H / heads, biases on some matrices only
+    "features-serial": Case(
+        "pythia",
+        "loop",
+        {"extra_passes": 1},
+        {
+            "head_size": 12,
+            "num_kv_heads": 2,
+            "activation": "gelu_tanh",
+            "qkv_bias": True,
+            "output_bias": False,
+            "mlp_bias": False,
+            "parallel_residual": False,
+            "rotary_fraction": 0.5,
+        },
+    ),
+    "features-parallel": Case(
+        "llama",
+        "vanilla",
+        {},
+        {
+            "head_size": 4,
+            "norm": "layernorm",
+            "qkv_bias": False,
+            "output_bias": True,
+            "mlp_bias": True,
+            "positions": "learned",
+            "parallel_residual": True,
+        },
+    ),
+    "qk-norm-gqa": Case("qwen3", "ponderlm2", {"latents": 1, "jacobi": 1}, {"num_kv_heads": 2, "head_size": 12}),
+    "sandwich-gqa": Case("llama", "loop", {"extra_passes": 1}, {"norm_placement": "sandwich", "num_kv_heads": 2}),
     "halfway-llama": Case("llama", "halfway"),
     "everything-llama": Case("llama", "sink", {}, {"num_kv_heads": 2}),
     "everything-deep": Case("pythia", "sink", {}, {"num_layers": 6}),  # PP = 2 and 3 divide it
@@ -134,6 +166,8 @@ REPRESENTATIVES = (
     "ponderlm-pythia",
     "ponderlm2-llama-gqa",
     "adaptive-cot-skip-gqa",
+    "qk-norm-gqa",
+    "sandwich-gqa",
     "everything-llama",
     "everything-deep",
 )
@@ -177,6 +211,11 @@ def run_config(case: Case, layout: Layout) -> RunConfig:
         recompute_passes=layout.parts,
     )
     return resolve(cfg)
+
+
+def is_gated(case: str) -> bool:
+    """The first matrix of the case's MLP is two."""
+    return run_config(CASES[case], LAYOUTS["one-batch1"]).model.gated
 
 
 def disturb(named: Iterable[tuple[str, Any]]) -> None:

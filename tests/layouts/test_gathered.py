@@ -23,7 +23,7 @@ def both_ways() -> dict[str, Any]:
     from megaponder.engine.cpu import install
 
     install()
-    from megaponder.engine.stage import PonderStage
+    from megaponder.engine.model import PonderStage
 
     found, gathered = {}, PonderStage.gathered
     fewer: list[int] = []

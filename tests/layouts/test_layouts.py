@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.distributed import run_workers
-from tests.layouts.cases import CASES, LAYOUTS, cases_of
+from tests.layouts.cases import CASES, LAYOUTS, cases_of, is_gated
 from tests.layouts.workers import assemble
 from tests.tolerance import ATOL, RTOL
 
@@ -46,7 +46,7 @@ MATRIX = [(case, name) for name, layout in LAYOUTS.items() if name != REFERENCE 
 
 @pytest.mark.parametrize(("case", "layout"), MATRIX)
 def test_layout_changes_nothing(results: Any, case: str, layout: str) -> None:
-    gated = CASES[case].family == "llama"
+    gated = is_gated(case)
     reference = results[REFERENCE][case][0]
     expected = assemble([reference], gated)
     ranks = results[layout][case]
@@ -78,7 +78,7 @@ def test_evaluation_counts_every_token_and_pass(results: Any) -> None:
 def test_every_gradient_is_alive(results: Any) -> None:
     """A gradient of zero would make the comparison above empty, one near zero would compare sums that cancel."""
     for case in CASES:
-        for key, value in assemble(results[REFERENCE][case], CASES[case].family == "llama").items():
+        for key, value in assemble(results[REFERENCE][case], is_gated(case)).items():
             assert np.abs(value).max() > 1e-3, (case, key)
 
 

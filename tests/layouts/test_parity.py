@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from megaponder.config.resolve import resolve
 from megaponder.config.schema import ModelConfig, RunConfig
 from megaponder.engine import cpu
 from tests.layouts import official
@@ -31,6 +32,12 @@ ODD = {
     ),
     "pythia-tied-topk": Case("pythia", "ponderlm", {"steps": 2, "topk": 9}, {"tie_embeddings": True}),
     "llama-xs": Case("llama", "ponderlm", {"steps": 3, "multiply_by_steps": True}),
+    "qk-norm-layernorm": Case("pythia", "ponderlm", {"steps": 1}, {"qk_norm": "head"}),
+    "qk-norm-learned-positions": Case("gpt2", "loop", {"extra_passes": 1}, {"qk_norm": "head", "norm": "rmsnorm"}),
+    "sandwich-parallel": Case("pythia", "ponderlm", {"steps": 1}, {"norm_placement": "sandwich"}),
+    "sandwich-qk-norm": Case(
+        "gpt2", "vanilla", {}, {"norm_placement": "sandwich", "qk_norm": "head", "norm": "rmsnorm"}
+    ),
     "pythia-pause": Case("pythia", "pause", {"pauses": 1, "pause_token_id": 3}),
 }
 ORACLE_CASES = {k: v for k, v in CASES.items() if v.method not in ("sink", "halfway") and v.steps == 1} | ODD
@@ -105,7 +112,7 @@ def _official_config(family: str, method: str, options: dict[str, Any]) -> RunCo
         )
     )
     cfg.ponder.method, cfg.ponder.options, cfg.data.sequence_length = method, options, 12
-    return cfg
+    return resolve(cfg)
 
 
 @pytest.mark.parametrize("name", list(OFFICIAL))

@@ -1,4 +1,4 @@
-"""Float64 models of each family and method on a stage's weights (one-process names), one sequence at a time.
+"""Float64 models of each feature and method on a stage's weights (one-process names), one sequence at a time.
 
 Plain matrix algebra, no code of megaponder or megatron-core: x [rows, H], positions [rows].
 """
@@ -35,7 +35,7 @@ def causal(n: int) -> Tensor:
 
 
 class Oracle:
-    """`weights` by name; `m` has family, num_layers, num_heads, num_kv_heads, norm_eps, rotary_*, vocab_size, ..."""
+    """`weights` by name; `m` is a resolved model section."""
 
     def __init__(self, weights: Weights, m: Any, scale: float):
         self.w = {k: v.detach().double().requires_grad_() for k, v in weights.items()}
@@ -45,7 +45,7 @@ class Oracle:
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         weight = self.w[f"{name}.weight"]
-        if self.m.family == "llama":
+        if self.m.norm == "rmsnorm":
             return x / (x.pow(2).mean(-1, keepdim=True) + self.m.norm_eps).sqrt() * weight
         return F.layer_norm(x, x.shape[-1:], weight, self.w[f"{name}.bias"], self.m.norm_eps)
 
@@ -54,7 +54,7 @@ class Oracle:
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [rows, heads, d]: the first rotary_fraction of d turns, in halves."""
-        if self.m.family == "gpt2":
+        if self.m.positions == "learned":
             return x
         width = int(x.shape[-1] * self.m.rotary_fraction)
         turned, rest = x[..., :width], x[..., width:]
@@ -71,8 +71,10 @@ class Oracle:
         per_group = m.num_heads // m.num_kv_heads
         qkv = self.linear(x, f"{name}.linear_qkv").view(rows, m.num_kv_heads, per_group + 2, -1)
         d = qkv.shape[-1]
-        q = self.rotate(qkv[:, :, :per_group].reshape(rows, m.num_heads, d), positions)
-        k = self.rotate(qkv[:, :, per_group], positions).repeat_interleave(per_group, dim=1)
+        q, k = qkv[:, :, :per_group].reshape(rows, m.num_heads, d), qkv[:, :, per_group]
+        if m.qk_norm == "head":
+            q, k = self.norm(q, f"{name}.q_layernorm"), self.norm(k, f"{name}.k_layernorm")
+        q, k = self.rotate(q, positions), self.rotate(k, positions).repeat_interleave(per_group, dim=1)
         v = qkv[:, :, per_group + 1].repeat_interleave(per_group, dim=1)
         if keys is not None:
             k, v = keys(name, k, v)
@@ -82,11 +84,11 @@ class Oracle:
 
     def mlp(self, x: Tensor, name: str) -> Tensor:
         x = self.linear(x, f"{name}.linear_fc1")
-        if self.m.family == "llama":
+        if self.m.activation == "swiglu":
             gate, up = x.chunk(2, dim=-1)
             x = F.silu(gate) * up
         else:
-            x = F.gelu(x, approximate="tanh" if self.m.family == "gpt2" else "none")
+            x = F.gelu(x, approximate="tanh" if self.m.activation == "gelu_tanh" else "none")
         return self.linear(x, f"{name}.linear_fc2")
 
     def stack(self, x: Tensor, positions: Tensor, logit_bias: Tensor | None = None, keys: Keys | None = None) -> Tensor:
@@ -94,16 +96,18 @@ class Oracle:
             at = f"decoder.layers.{i}"
             normed = self.norm(x, f"{at}.input_layernorm")
             attended = self.attention(normed, positions, f"{at}.self_attention", logit_bias, keys)
-            if self.m.parallel_residual:
-                x = x + attended + self.mlp(self.norm(x, f"{at}.pre_mlp_layernorm"), f"{at}.mlp")
-            else:
-                x = x + attended
-                x = x + self.mlp(self.norm(x, f"{at}.pre_mlp_layernorm"), f"{at}.mlp")
+            if self.m.norm_placement == "sandwich":
+                attended = self.norm(attended, f"{at}.post_self_attn_layernorm")
+            inner = self.norm(x if self.m.parallel_residual else x + attended, f"{at}.pre_mlp_layernorm")
+            inner = self.mlp(inner, f"{at}.mlp")
+            if self.m.norm_placement == "sandwich":
+                inner = self.norm(inner, f"{at}.post_mlp_layernorm")
+            x = x + attended + inner
         return x
 
     def embed(self, ids: Tensor, positions: Tensor, factor: float = 1.0) -> Tensor:
         x = factor * self.scale * self.table[ids]
-        if self.m.family == "gpt2":
+        if self.m.positions == "learned":
             x = x + self.w["embedding.position_embeddings.weight"][positions]
         return x
 

@@ -20,6 +20,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "pythia": {"family": "pythia"},
     "pythia-sequential": {"family": "pythia", "parallel_residual": False},
     "gpt2": {"family": "gpt2"},
+    "qk-norm": {"family": "qwen3", "num_kv_heads": 2, "head_size": 24},
+    "qk-layernorm": {"family": "gpt2", "qk_norm": "head"},
+    "sandwich": {"family": "llama", "norm_placement": "sandwich"},
+    "sandwich-parallel": {"family": "pythia", "norm_placement": "sandwich"},
+    "wide-heads": {"family": "llama", "head_size": 24, "num_kv_heads": 2, "qkv_bias": True, "activation": "gelu"},
 }
 TOKENS, BATCH, VOCAB = 64, 2, 512
 
@@ -162,7 +167,7 @@ def test_layouts_move_memory_where_they_should() -> None:
     assert first.activations > last.activations and first.vocabulary == 0 < last.vocabulary
     m, rows = cfg.model, cfg.train.micro_batch * cfg.data.sequence_length
     assert m.hidden_size and m.ffn_size
-    inside = (3 if m.family == "llama" else 2) * m.ffn_size + 2 * m.hidden_size  # of a layer, while its backward runs
+    inside = (3 if m.gated else 2) * m.ffn_size + 2 * m.hidden_size  # of a layer, while its backward runs
     places = first.activations * 24 / 19 + 23 * rows * inside * 2  # against passes in flight; one is in the overhead
     assert graphs.activations == pytest.approx(places)
     for world in (64, 4096):  # a plan of thousands of GPUs is arithmetic

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megaponder.config import budget
 from megaponder.config.facts import MethodFacts
 from megaponder.config.schema import RunConfig
 from megaponder.errors import ConfigError
@@ -70,7 +69,7 @@ class Case:
     @property
     def padded_vocab(self) -> int | None:
         """Rows of the embedding table; None while the vocabulary is not known."""
-        return None if self.cfg.model.vocab_size is None else budget.padded_vocab(self.cfg)
+        return None if self.cfg.model.vocab_size is None else self.cfg.model.padded_vocab
 
 
 Rule = Callable[[Case], None]

@@ -15,11 +15,14 @@ def sizes_are_positive(c: Case) -> None:
         "hidden_size",
         "num_heads",
         "num_kv_heads",
+        "head_size",
         "ffn_size",
         "vocab_multiple",
         "max_positions",
     ):
         value = getattr(m, name)
+        if name == "head_size" and value is None:
+            continue  # the next rule says why it has none
         require(value is not None and value >= 1, f"model.{name}", value, "it must be at least 1", "for example 1")
     require(
         m.vocab_size is None or m.vocab_size >= 2, "model.vocab_size", m.vocab_size, "it must be at least 2", "use 2"
@@ -27,12 +30,13 @@ def sizes_are_positive(c: Case) -> None:
 
 
 def heads_divide_hidden(c: Case) -> None:
-    """Each head takes an equal part of the residual stream."""
+    """Each head takes an equal part of the residual stream, unless its size is given."""
     m = c.cfg.model
     assert m.hidden_size and m.num_heads
     near = nearest_divisor(m.num_heads, m.hidden_size)
     rule = f"it must divide model.hidden_size = {m.hidden_size}"
-    require(m.hidden_size % m.num_heads == 0, "model.num_heads", m.num_heads, rule, f"the nearest is {near}")
+    fix = f"the nearest is {near}; or give model.head_size"
+    require(m.head_size is not None, "model.num_heads", m.num_heads, rule, fix)
 
 
 def kv_heads_divide_heads(c: Case) -> None:
@@ -44,22 +48,13 @@ def kv_heads_divide_heads(c: Case) -> None:
     require(m.num_heads % m.num_kv_heads == 0, "model.num_kv_heads", m.num_kv_heads, rule, f"the nearest is {near}")
 
 
-def grouped_heads_are_llamas(c: Case) -> None:
-    """Only llama has fewer key/value heads than query heads."""
-    m = c.cfg.model
-    require(
-        m.family == "llama" or m.num_kv_heads == m.num_heads,
-        "model.num_kv_heads", m.num_kv_heads, f"{m.family} has no grouped-query attention", f"use {m.num_heads}",
-    )  # fmt: skip
-
-
 def rotary_dims_are_even(c: Case) -> None:
     """RoPE rotates pairs of channels."""
     m = c.cfg.model
-    assert m.hidden_size and m.num_heads and m.rotary_fraction is not None and m.rotary_base is not None
-    if m.family == "gpt2":
+    assert m.head_size and m.rotary_fraction is not None and m.rotary_base is not None
+    if m.positions != "rotary":
         return
-    head = m.hidden_size // m.num_heads
+    head = m.head_size
     require(0 < m.rotary_fraction <= 1, "model.rotary_fraction", m.rotary_fraction, "it lies in (0, 1]", "use 1.0")
     require(m.rotary_base > 0, "model.rotary_base", m.rotary_base, "it must be positive", "use 10000.0")
     exact = head * m.rotary_fraction
@@ -69,13 +64,6 @@ def rotary_dims_are_even(c: Case) -> None:
     fix = f"the nearest is {near:g}" if near else "use heads of at least 2 channels"
     whole = math.isclose(exact, dims, rel_tol=1e-6)
     require(whole and dims > 0 and dims % 2 == 0, "model.rotary_fraction", m.rotary_fraction, rule, fix)
-
-
-def parallel_residual_is_pythia(c: Case) -> None:
-    """Only GPT-NeoX blocks have both forms."""
-    m = c.cfg.model
-    rule = f"{m.family} blocks have no parallel residual"
-    require(not m.parallel_residual or m.family == "pythia", "model.parallel_residual", True, rule, "use false")
 
 
 def numbers_are_positive(c: Case) -> None:
@@ -95,7 +83,5 @@ SHAPES: tuple[Rule, ...] = (sizes_are_positive, heads_divide_hidden, kv_heads_di
 """Without these a model cannot be built at all."""
 RULES: tuple[Rule, ...] = (
     *SHAPES,
-    grouped_heads_are_llamas,
-    parallel_residual_is_pythia,
     numbers_are_positive,
 )

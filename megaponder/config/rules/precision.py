@@ -61,6 +61,8 @@ def fp8_sizes_are_aligned(c: Case) -> None:
     for name, size in (("hidden_size", m.hidden_size), ("ffn_size", m.ffn_size)):
         rule = f"for fp8 it must be a multiple of {FP8_ALIGNMENT} on each of parallel.tensor = {tp} ranks"
         require(size % unit == 0, f"model.{name}", size, rule, f"the nearest is {nearest_multiple(size, unit)}")
+    rule = f"for fp8 all {m.num_heads} heads together must be a multiple of {unit} wide"
+    require(m.query_width % unit == 0, "model.head_size", m.head_size, rule, f"for example {FP8_ALIGNMENT * tp}")
     length, batch = c.cfg.data.sequence_length, c.cfg.train.micro_batch
     share = tp if c.cfg.parallel.sequence else 1
     rule = f"for fp8 the {length} x {batch} rows of a micro-batch must be a multiple of {FP8_ALIGNMENT * share}"

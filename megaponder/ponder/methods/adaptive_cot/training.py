@@ -73,7 +73,7 @@ class AdaptiveCot(Method):
         return math.sqrt(2.5 * self.shape.hidden_size)
 
     def initialisation(self) -> tuple[str, float]:
-        return depth_scaled(self.shape, self.options.steps + 1 if self.shape.family == "pythia" else 1)
+        return depth_scaled(self.shape, self.options.steps + 1 if self.shape.neox_recipe else 1)
 
     def exit_modules(self) -> dict[str, nn.Module]:
         router = nn.Linear(self.shape.hidden_size, 1)

@@ -93,7 +93,7 @@ class LatentMethod(Method):
         return math.sqrt(2.5 * self.shape.hidden_size)  # times std sqrt(2/(5H)) = 1, the RMS of the states beside it
 
     def initialisation(self) -> tuple[str, float]:
-        return depth_scaled(self.shape, self.options.latents + 1 if self.shape.family == "pythia" else 1)
+        return depth_scaled(self.shape, self.options.latents + 1 if self.shape.neox_recipe else 1)
 
     def enter(
         self, p: Pass, ids_bn: Tensor, feedback: Flow | None, carry: dict[str, Tensor], tools: EntryTools

@@ -46,7 +46,7 @@ class Loop(Method):
 
     def initialisation(self) -> tuple[str, float]:
         # the official GPT-NeoX file scales by passes too, the Llama file does not
-        return depth_scaled(self.shape, self.options.extra_passes + 1 if self.shape.family == "pythia" else 1)
+        return depth_scaled(self.shape, self.options.extra_passes + 1 if self.shape.neox_recipe else 1)
 
     def enter(
         self, p: Pass, ids_bn: Tensor, feedback: Flow | None, carry: dict[str, Tensor], tools: EntryTools

@@ -60,7 +60,7 @@ class Pause(Method):
         return math.sqrt(self.shape.hidden_size)
 
     def initialisation(self) -> tuple[str, float]:
-        return ("normal", 1.0) if self.shape.family == "pythia" else depth_scaled(self.shape, 1)
+        return ("normal", 1.0) if self.shape.neox_recipe else depth_scaled(self.shape, 1)
 
     def enter(
         self, p: Pass, ids_bn: Tensor, feedback: Flow | None, carry: dict[str, Tensor], tools: EntryTools

@@ -63,7 +63,7 @@ class PonderLM(Method):
         return math.sqrt(self.shape.hidden_size)
 
     def initialisation(self) -> tuple[str, float]:
-        return depth_scaled(self.shape, self.options.steps + 1 if self.shape.family == "pythia" else 1)
+        return depth_scaled(self.shape, self.options.steps + 1 if self.shape.neox_recipe else 1)
 
     def enter(
         self, p: Pass, ids_bn: Tensor, feedback: Flow | None, carry: dict[str, Tensor], tools: EntryTools

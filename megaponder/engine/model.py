@@ -1,4 +1,11 @@
-"""All parameters of one pipeline rank, built once, and the computation of one pass through them.
+"""The model: embedding, layers, final norm and head of one pipeline stage, and how a pass runs through them.
+
+    pass k    embed     method.enter: token embeddings, or what pass k - 1 fed back       first stage
+              layers    this stage's share of the stack, the method's view of attention   every stage
+              feed      method.leave: the feedback that pass k + 1 begins with            last stage
+              read      method.readout (final norm), head, loss                           last stage, last pass
+
+All passes run on the same parameters, which are built once.  What a layer computes stands in `backbone.layer`.
 
 Shapes: n tokens, s rows of this rank (n * slots, divided by TP under sequence parallelism), b micro-batch, H hidden.
 """
@@ -12,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -27,11 +33,11 @@ from megatron.core.transformer.transformer_block import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megaponder.backbone import spec
-from megaponder.backbone.attention import Kept, Reads
-from megaponder.backbone.config import head_config, padded_vocab, transformer_config, use_te
-from megaponder.backbone.embedding import Embedding
+from megaponder.backbone.config import head_config, transformer_config, use_te
+from megaponder.backbone.embedding import Embedding, rotary_embedding
 from megaponder.backbone.fused import turns
+from megaponder.backbone.layer import Kept, Reads, layer_spec
+from megaponder.backbone.parts import parts
 from megaponder.config.recompute import recomputed_layers
 from megaponder.config.rules.precision import FP8_ALIGNMENT
 from megaponder.config.schema import RunConfig
@@ -68,49 +74,37 @@ class PonderStage(MegatronModule):
 
     def __init__(self, cfg: RunConfig, method: Method, groups: Groups, embedding_scale: float):
         super().__init__(config=transformer_config(cfg))
-        m, te = cfg.model, use_te(cfg.precision)
-        assert m.vocab_size is not None and m.hidden_size is not None and m.num_heads is not None
+        m, built = cfg.model, parts(self.config, use_te(cfg.precision))
         self.method, self.groups, self.embedding_scale = method, groups, embedding_scale
-        self.vocab_size = m.vocab_size
         self.recomputed = partial(recomputed_layers, cfg)
         self.skip_halted = cfg.ponder.skip_halted
         self.row_multiple = 1 if cfg.precision.fp8 == "none" else FP8_ALIGNMENT
         """What the rows of a pass must be a multiple of, gathered or not."""
         self.places: int | None = None
         """Places for active tokens in the coming pass (`engine.rows`); None: counted when they are needed."""
+        assert m.vocab_size is not None
+        self.vocab_size, self.tied, rows = m.vocab_size, bool(m.tie_embeddings), m.padded_vocab
         first, last = self.pre_process, self.post_process = groups.is_first_stage, groups.is_last_stage
-        rows = padded_vocab(m.vocab_size, m.vocab_multiple)
-        tied = bool(m.tie_embeddings)
 
         if first:
-            positions = (m.max_positions or cfg.data.sequence_length) if m.family == "gpt2" else 0
-            self.embedding = Embedding(self.config, rows, embedding_scale, positions, groups.tp)
-        layer = spec.layer_spec(self.config, te, str(m.family), bool(m.parallel_residual))
-        layers = [layer] * get_num_layers_to_build(self.config)
+            self.embedding = Embedding(self.config, rows, embedding_scale, m.learned_positions, groups.tp)
+        self.rotary = rotary_embedding(self.config, m)
         self.decoder = TransformerBlock(
             self.config,
-            TransformerBlockSubmodules(layer_specs=layers),
+            TransformerBlockSubmodules(layer_specs=[layer_spec(m, built)] * get_num_layers_to_build(self.config)),
             post_layer_norm=False,
             pre_process=first,
             post_process=last,
         )
-        self.rotary = None
-        if m.family != "gpt2":
-            self.rotary = RotaryEmbedding(
-                m.hidden_size // m.num_heads,
-                m.rotary_fraction or 1.0,
-                rotary_base=m.rotary_base,
-                use_cpu_initialization=self.config.use_cpu_initialization,
-            )
         if last:
-            self.final_norm = spec.final_norm(self.config, te)
+            self.final_norm = built.norm(self.config, self.config.hidden_size, self.config.layernorm_epsilon)
             self.output_layer = ColumnParallelLinear(
-                m.hidden_size,
+                self.config.hidden_size,
                 rows,
                 config=head_config(self.config),
                 init_method=self.config.init_method,
                 bias=False,
-                skip_weight_param_allocation=tied,
+                skip_weight_param_allocation=self.tied,
                 tp_group=groups.tp,
             )
 
@@ -122,8 +116,7 @@ class PonderStage(MegatronModule):
                 module.is_first_microbatch = False
 
         # megatron-core sums this weight's gradient over the first and last stage when the flag is set
-        self.share_embeddings_and_output_weights = groups.pp_size > 1 and (tied or method.mixes_vocabulary)
-        self.tied = tied
+        self.share_embeddings_and_output_weights = groups.pp_size > 1 and (self.tied or method.mixes_vocabulary)
         if self.share_embeddings_and_output_weights:
             if last:
                 self.input_table = InputTable(self.config, rows, groups.tp)

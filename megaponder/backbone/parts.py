@@ -1,4 +1,4 @@
-"""Layer specs for megatron-core: PyTorch layers (local) or Transformer Engine's (te); same checkpoint names."""
+"""Implementations of a layer's parts: PyTorch's (local) or Transformer Engine's (te)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,11 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
-from torch import Tensor, nn
+from torch import Tensor
 
-from megaponder.backbone.attention import PonderAttention, SdpaCore
+from megaponder.backbone.attention import SdpaCore
 from megaponder.backbone.config import use_te, uses_graphs, why_no_graphs
-from megaponder.backbone.layer import PonderLayer
 from megaponder.backbone.norms import local_norm
 from megaponder.config.schema import RunConfig
 
@@ -33,6 +27,7 @@ class Parts:
     core: Any
     norm: Any
     fused_norm: bool
+    """`column` begins with a norm of its own."""
 
 
 def _te_parts() -> Parts:
@@ -70,40 +65,6 @@ def parts(config: TransformerConfig, te: bool) -> Parts:
     if te:
         return _te_parts()
     return Parts(ColumnParallelLinear, RowParallelLinear, SdpaCore, local_norm(config), fused_norm=False)
-
-
-def layer_spec(config: TransformerConfig, te: bool, family: str, parallel_residual: bool) -> ModuleSpec:
-    """Spec of one layer.  Norms carry Transformer Engine's checkpoint names, so both kinds load each other's files."""
-    p = parts(config, te)
-    norm = IdentityOp if p.fused_norm else p.norm
-    names = (
-        {}
-        if p.fused_norm
-        else {
-            "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-            "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-        }
-    )
-    return ModuleSpec(
-        module=PonderLayer,
-        params={"family": family, "parallel_residual": parallel_residual},
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
-            self_attention=ModuleSpec(
-                module=PonderAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(linear_qkv=p.column, core_attention=p.core, linear_proj=p.row),
-            ),
-            pre_mlp_layernorm=norm,
-            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=p.column, linear_fc2=p.row)),
-            sharded_state_dict_keys_map=names,
-        ),
-    )
-
-
-def final_norm(config: TransformerConfig, te: bool) -> nn.Module:
-    """The norm before the head."""
-    return parts(config, te).norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
 
 
 def implementations(cfg: RunConfig) -> str:

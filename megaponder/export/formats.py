@@ -1,0 +1,207 @@
+"""The tables of both doors: what parameters and fields are called outside, and which backbone each format holds.
+
+A feature that has parameters gets its names in `LAYER_NAMES`; one that a `model_type` of transformers has gets a place
+in `FORMATS`, which imports and exports read alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+LAYER_NAMES = {
+    "input_layernorm": "input_layernorm",
+    "self_attention.q_layernorm": "self_attn.q_norm",
+    "self_attention.k_layernorm": "self_attn.k_norm",
+    "self_attention.linear_proj": "self_attn.o_proj",
+    "post_self_attn_layernorm": "input_layernorm_2",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+    "post_mlp_layernorm": "post_attention_layernorm_2",
+    "mlp.linear_fc2": "mlp.down_proj",
+}
+"""A layer's parameters that are the same tensor on both sides: of the training stage -> of the modelling file."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How tensors are named and lie where they differ from the modelling file's (Llama's) way."""
+
+    names: dict[str, str]
+    """Parts of the modelling file's names -> of theirs, in the order of replacement."""
+    fused_heads: bool
+    """The fused matrix of q, k and v goes by heads (q, k, v of each), not by thirds."""
+    transposed: bool = False
+    """Layer matrices lie as [in, out]."""
+    prefix: str = ""
+    """Prefix that the first published files lack."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """One model_type of transformers."""
+
+    family: str
+    """The family whose features it computes; what `taken` names may differ from it."""
+    architecture: str
+    taken: dict[str, str]
+    """Theirs -> ours (ModelConfig)."""
+    defaults: dict[str, Any]
+    """Theirs -> the value that transformers takes where the file has none."""
+    required: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Theirs -> the values that our backbone computes; the first is transformers' default, and what is exported."""
+    idle: tuple[str, ...] = ()
+    """Theirs, without effect where the others have the values of `required`."""
+    without_dropout: tuple[str, ...] = ()
+    """Theirs, exported as 0.0."""
+    layout: Layout | None = None
+    rotary: bool = True
+
+
+_NEOX = Format(
+    "pythia",
+    "GPTNeoXForCausalLM",
+    {
+        "vocab_size": "vocab_size",
+        "hidden_size": "hidden_size",
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_heads",
+        "intermediate_size": "ffn_size",
+        "max_position_embeddings": "max_positions",
+        "layer_norm_eps": "norm_eps",
+        "use_parallel_residual": "parallel_residual",
+        "tie_word_embeddings": "tie_embeddings",
+        "rotary_pct": "rotary_fraction",
+        "rotary_emb_base": "rotary_base",
+    },
+    {
+        "vocab_size": 50432,
+        "hidden_size": 6144,
+        "num_hidden_layers": 44,
+        "num_attention_heads": 64,
+        "intermediate_size": 24576,
+        "max_position_embeddings": 2048,
+        "layer_norm_eps": 1e-5,
+        "use_parallel_residual": True,
+        "tie_word_embeddings": False,
+        "rotary_pct": 0.25,
+        "rotary_emb_base": 10000.0,
+    },
+    {"hidden_act": ("gelu",), "attention_bias": (True,)},
+    without_dropout=("hidden_dropout", "attention_dropout"),
+    layout=Layout(
+        {
+            "model.embed_tokens.": "gpt_neox.embed_in.",
+            "model.norm.": "gpt_neox.final_layer_norm.",
+            "lm_head.": "embed_out.",
+            "model.layers.": "gpt_neox.layers.",
+            ".self_attn.o_proj.": ".attention.dense.",
+            ".self_attn.qkv.": ".attention.query_key_value.",
+            ".mlp.up_proj.": ".mlp.dense_h_to_4h.",
+            ".mlp.down_proj.": ".mlp.dense_4h_to_h.",
+        },
+        fused_heads=True,
+    ),
+)
+_LLAMA = Format(
+    "llama",
+    "LlamaForCausalLM",
+    {
+        "vocab_size": "vocab_size",
+        "hidden_size": "hidden_size",
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_heads",
+        "num_key_value_heads": "num_kv_heads",
+        "head_dim": "head_size",
+        "intermediate_size": "ffn_size",
+        "max_position_embeddings": "max_positions",
+        "rms_norm_eps": "norm_eps",
+        "tie_word_embeddings": "tie_embeddings",
+        "rope_theta": "rotary_base",
+    },
+    {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "rope_theta": 10000.0,
+    },
+    {
+        "hidden_act": ("silu", "swish"),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "sliding_window": (None,),
+        "use_sliding_window": (False,),
+    },
+    idle=("max_window_layers",),
+    without_dropout=("attention_dropout",),
+)
+_GPT2 = Format(
+    "gpt2",
+    "GPT2LMHeadModel",
+    {
+        "vocab_size": "vocab_size",
+        "n_embd": "hidden_size",
+        "n_layer": "num_layers",
+        "n_head": "num_heads",
+        "n_inner": "ffn_size",
+        "n_positions": "max_positions",
+        "layer_norm_epsilon": "norm_eps",
+        "tie_word_embeddings": "tie_embeddings",
+    },
+    {
+        "vocab_size": 50257,
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_inner": None,
+        "n_positions": 1024,
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+    },
+    {
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    },
+    without_dropout=("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    layout=Layout(
+        {
+            "model.embed_tokens.": "transformer.wte.",
+            "model.embed_positions.": "transformer.wpe.",
+            "model.norm.": "transformer.ln_f.",
+            "model.layers.": "transformer.h.",
+            ".input_layernorm.": ".ln_1.",
+            ".post_attention_layernorm.": ".ln_2.",
+            ".self_attn.o_proj.": ".attn.c_proj.",
+            ".self_attn.qkv.": ".attn.c_attn.",
+            ".mlp.up_proj.": ".mlp.c_fc.",
+            ".mlp.down_proj.": ".mlp.c_proj.",
+        },
+        fused_heads=False,
+        transposed=True,
+        prefix="transformer.",
+    ),
+    rotary=False,
+)
+_QWEN3 = replace(
+    _LLAMA,
+    family="qwen3",
+    architecture="Qwen3ForCausalLM",
+    defaults=_LLAMA.defaults
+    | {
+        "vocab_size": 151936,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "intermediate_size": 22016,
+        "max_position_embeddings": 32768,
+    },
+)
+FORMATS = {"gpt_neox": _NEOX, "llama": _LLAMA, "gpt2": _GPT2, "qwen3": _QWEN3}
+"""By model_type."""

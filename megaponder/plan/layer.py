@@ -1,0 +1,100 @@
+"""What one layer costs: parameters, FLOPs and the bytes that a row keeps, by the features of the model section."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megaponder.config.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class LayerParameters:
+    """Numbers of parameters."""
+
+    attention: int
+    mlp: int
+    norms: int
+
+
+def norm_parameters(model: ModelConfig, width: int) -> int:
+    """A weight a channel, and in LayerNorm a bias."""
+    return width if model.norm == "rmsnorm" else 2 * width
+
+
+def _matrices(model: ModelConfig) -> tuple[int, int, int, int]:
+    """Elements of the matrices: q, k and v; attention's output; the MLP's first one or two; its last."""
+    assert model.hidden_size and model.ffn_size
+    h, inner = model.hidden_size, (2 if model.gated else 1) * model.ffn_size
+    return (model.query_width + 2 * model.key_width) * h, model.query_width * h, inner * h, model.ffn_size * h
+
+
+def layer_parameters(model: ModelConfig, tensor: int = 1) -> LayerParameters:
+    """On one of `tensor` ranks: matrices are split; norms and the biases after a reduction are not."""
+    assert model.hidden_size and model.ffn_size
+    h, (qkv, out, first, last) = model.hidden_size, _matrices(model)
+    attention, mlp = (qkv + out) // tensor, (first + last) // tensor
+    if model.qkv_bias:
+        attention += (model.query_width + 2 * model.key_width) // tensor
+    norms = (4 if model.norm_placement == "sandwich" else 2) * norm_parameters(model, h)
+    if model.qk_norm == "head":
+        norms += 2 * norm_parameters(model, model.head_size or 0)
+    if model.output_bias:
+        attention += h
+    if model.mlp_bias:
+        mlp += (2 if model.gated else 1) * model.ffn_size // tensor + h
+    return LayerParameters(attention, mlp, norms)
+
+
+def linear_flops(model: ModelConfig) -> float:
+    """Of its matrices for one row, forward."""
+    return 2.0 * sum(_matrices(model))
+
+
+def unread_flops(model: ModelConfig) -> float:
+    """What it does not compute for a row that serves as a key only: its output projection and MLP."""
+    return 2.0 * sum(_matrices(model)[1:])
+
+
+def key_flops(model: ModelConfig) -> float:
+    """Of attention for one row and one key that it sees, forward: the logit, and the value's share."""
+    return 4.0 * model.query_width
+
+
+def norm_bytes(model: ModelConfig, width: int, e: int, te: bool) -> float:
+    """One norm of `width` channels keeps its input and its output, elements of `e` bytes."""
+    if model.norm == "rmsnorm" and not te:  # the local RMSNorm keeps its FP32 input and the normed value besides
+        return float(width * (4 + 2 * e))
+    return float(2 * width * e)
+
+
+def pre_norms_bytes(model: ModelConfig, e: int, te: bool) -> float:
+    """What the norms before attention and MLP keep of one row."""
+    h = model.hidden_size or 0
+    shared = h * e if model.parallel_residual and (te or model.norm != "rmsnorm") else 0  # both norms have one input
+    return 2 * norm_bytes(model, h, e, te) - shared
+
+
+def norms_bytes(model: ModelConfig, e: int, te: bool) -> float:
+    """What all norms of one row keep for the backward pass; they are split under sequence parallelism only."""
+    kept, h = pre_norms_bytes(model, e, te), model.hidden_size or 0
+    if model.norm_placement == "sandwich":  # what comes out of these is added and not kept
+        kept += 2 * (norm_bytes(model, h, e, te) - h * e)
+    return kept
+
+
+def attention_bytes(model: ModelConfig, e: int, te: bool) -> float:
+    """What one row keeps between the projections: q, k, v, and the input of the output projection."""
+    kept = 4.0 * model.query_width * e  # with grouped queries, k and v are repeated for all heads
+    if model.qk_norm == "head":
+        # their input: the projection's output, of which grouped queries are copied; the local RMSNorm's FP32 input and
+        # normed value; what comes out of them is rotated and not kept
+        grouped = model.key_width < model.query_width
+        copies = 3 if model.norm == "rmsnorm" and not te else 2 if grouped else 1
+        kept += copies * (model.query_width + model.key_width) * e
+    return kept
+
+
+def mlp_elements(model: ModelConfig) -> int:
+    """Elements of one row inside the MLP: SwiGLU's two inputs, an activation's one, and what the last layer reads."""
+    assert model.ffn_size
+    return (3 if model.gated else 2) * model.ffn_size
