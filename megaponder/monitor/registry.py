@@ -73,6 +73,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("total_steps", "", "target_step", "gauge", "steps", "Step at which the budget is spent."),
     Metric("sequences", "", "", "counter", "sequences", "Sequences consumed by the run."),
     Metric("tokens", "train/tokens", "consumed_tokens", "counter", "tokens", "Tokens consumed by the run."),
+    Metric("needed_flops", "train/needed_flops", "needed_flops", "counter", "FLOPs",
+           "Training FLOPs that the run's steps needed."),
+    Metric("executed_flops", "train/executed_flops", "executed_flops", "counter", "FLOPs",
+           "Training FLOPs executed: with recomputed layers, and with halted tokens that were only masked."),
+    Metric("training_seconds", "train/seconds", "training_seconds", "counter", "s",
+           "Time of the run's steps, over all its starts."),
     # learning
     Metric("loss", "train/loss", "loss", "gauge", "nats", "Mean cross entropy of the step's tokens.",
            console=lambda v: f"loss {v:.4f}"),

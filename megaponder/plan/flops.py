@@ -58,12 +58,21 @@ class StepFlops:
     @property
     def needed(self) -> float:
         """Training without recompute: the numerator of MFU."""
-        return (1 + BACKWARD) * self.forward
+        return self.needed_of([1.0] * len(self.passes))
 
     @property
     def executed(self) -> float:
         """Training with what is run again: the numerator of HFU."""
-        return self.needed + sum(s * (p.linear + p.attention) for s, p in zip(self.again, self.passes, strict=True))
+        return self.executed_of([1.0] * len(self.passes))
+
+    def needed_of(self, active: Sequence[float]) -> float:
+        """`needed`, where only these shares of the tokens take part in each pass."""
+        return (1 + BACKWARD) * sum(a * p.total for a, p in zip(active, self.passes, strict=True))
+
+    def executed_of(self, active: Sequence[float]) -> float:
+        """`executed`, where only these shares of the tokens are computed in each pass."""
+        parts = zip(active, self.again, self.passes, strict=True)
+        return self.needed_of(active) + sum(a * s * (p.linear + p.attention) for a, s, p in parts)
 
 
 def linear_flops(model: ModelConfig) -> float:
