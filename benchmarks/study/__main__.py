@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> None:
             queue.write(run / "row.json", task)
             jobs.append(queue.Job(row.name, run / "row.json", run / "row.log", flops_left(row, task)))
     minutes = None if args.minutes is None else args.minutes - (time.monotonic() - begin) / 60
-    done = queue.run(jobs, args.parallel or (7 if cuda else 1), minutes, say)
+    done = queue.run(jobs, args.parallel or (7 if cuda else 1), minutes, queue.RATES["cuda" if cuda else "cpu"], say)
     if len(done) < len(jobs):
         say(f"{len(jobs) - len(done)} of {len(jobs)} rows remain; the same command goes on.")
 

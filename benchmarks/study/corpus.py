@@ -156,13 +156,13 @@ def ready(corpus: Path, size: float | None, vocab_size: int, work: Path, workers
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     train_tokenizer([partial / "sample.jsonl"], partial / "tokenizer.json", vocab_size)
     kinds: dict[str, list[dict[str, Any]]] = {}
-    for path in inputs(corpus, "heldout"):
-        for document in documents(path):
-            kinds.setdefault(_slug(document.get("cat", "text")), []).append(document)
-    _write(partial / "heldout.jsonl", [d for rows in kinds.values() for d in rows])
+    heldout = [document for path in inputs(corpus, "heldout") for document in documents(path)]
+    for document in heldout:
+        kinds.setdefault(_slug(document.get("cat", "text")), []).append(document)
+    _write(partial / "heldout.jsonl", heldout)
     for kind, rows in kinds.items():
         _write(partial / f"heldout-{kind}.jsonl", rows)
-    heldout = {}
+    counts = {}
     for name in ("train", "heldout", *(f"heldout-{kind}" for kind in kinds)):
         prepare(
             PrepareOptions(
@@ -172,13 +172,13 @@ def ready(corpus: Path, size: float | None, vocab_size: int, work: Path, workers
         )  # fmt: skip
         meta = read_meta(read_index(str(partial / name)))
         assert meta is not None
-        heldout[name] = {"documents": meta.documents, "tokens": meta.tokens, "bytes": meta.text_bytes}
+        counts[name] = {"documents": meta.documents, "tokens": meta.tokens, "bytes": meta.text_bytes}
         (partial / f"{name}.jsonl").unlink()
         fingerprint = meta.tokenizer_fingerprint
-    trained = heldout.pop("train")
+    trained = counts.pop("train")
     made = Corpus(
         str(folder), files, trained["bytes"], share, trained["documents"], trained["tokens"],
-        {name.removeprefix("heldout").removeprefix("-") or "all": counts for name, counts in heldout.items()},
+        {name.removeprefix("heldout").removeprefix("-") or "all": told for name, told in counts.items()},
         vocab_size, fingerprint,
     )  # fmt: skip
     (partial / "sample.jsonl").unlink()

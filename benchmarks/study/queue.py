@@ -19,7 +19,7 @@ SAVING = 45.0
 """Seconds before the end of the time at which rows that still run are asked to save and stop."""
 START = 60.0
 """Guess of what a row takes besides its steps."""
-FIRST_RATE = 8e13
+RATES = {"cuda": 8e13, "cpu": 5e9}
 """Guess of the FLOP/s of all rows together, until one has ended."""
 
 
@@ -35,12 +35,15 @@ class Job:
     """Needed by what is left of its training."""
 
 
-def run(jobs: list[Job], parallel: int, minutes: float | None, say: Callable[[str], None]) -> list[str]:
-    """Run the jobs; names of those that have ended.  Those that cannot end in time are not started."""
+def run(jobs: list[Job], parallel: int, minutes: float | None, rate: float, say: Callable[[str], None]) -> list[str]:
+    """Run the jobs; names of those that have ended.  Those that cannot end in time are not started.
+
+    `rate`: FLOP/s of all rows together, as far as is known; what is seen of the first that end replaces it.
+    """
     begin = time.monotonic()
     end = None if minutes is None else begin + 60 * minutes
     waiting, going, done = list(jobs), {}, []  # type: ignore[var-annotated]
-    rate, stopping = FIRST_RATE, False
+    stopping = False
 
     def left() -> float:
         return float("inf") if end is None else end - time.monotonic()
@@ -65,7 +68,8 @@ def run(jobs: list[Job], parallel: int, minutes: float | None, say: Callable[[st
                 seconds = time.monotonic() - started
                 if process.returncode == 0:
                     done.append(job.name)
-                    rate = job.flops * parallel / max(1.0, seconds - START / 2)
+                    if job.flops:  # else it was trained before
+                        rate = job.flops * parallel / max(1.0, seconds - START / 2)
                     say(f"{job.name}: done in {seconds:.0f} s.")
                 elif process.returncode == STOPPED:
                     say(f"{job.name}: stopped and saved; the same command goes on with it.")

@@ -6,7 +6,6 @@ python -m benchmarks.study.run ROW.json     (the queue writes that file and star
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.study import evaluation
 from megaponder.monitor import jsonl
 
 STOPPED = 75
@@ -35,12 +35,14 @@ def main(path: Path) -> int:
             [sys.executable, "-m", "megaponder", "train", str(run / "study.yaml")], stdout=log, stderr=log
         )
         signal.signal(signal.SIGTERM, lambda *_: train.send_signal(signal.SIGTERM))
+        evaluation.prepare()  # meanwhile
         code = train.wait()
     if code == 143:
         return STOPPED
     if code:
         return code
-    result = task["row"] | summary(run, task) | {"wall_seconds": time.time() - begin}
+    found = evaluation.evaluate(run, task["corpus"])
+    result = task["row"] | summary(run, task) | found | {"wall_seconds": time.time() - begin}
     out = Path(task["out"])
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
@@ -59,18 +61,13 @@ def summary(run: Path, task: dict[str, Any]) -> dict[str, Any]:
         {"step": r["step"], "tokens": r["tokens"], "loss": r["validation_loss"], **{k: r[k] for k in CURVE if k in r}}
         for r in looks
     ]
-    corpus = task["corpus"]
-    heldout = corpus["heldout"]["all"]
-    tokens_per_byte = (heldout["tokens"] - heldout["documents"]) / heldout["bytes"]  # without the ends of documents
     last = looks[-1]
     return {
         "origin": origin(),
         "command": task["command"],
-        "corpus": corpus,
-        "epochs": last["tokens"] / corpus["train_tokens"],
+        "corpus": task["corpus"],
+        "epochs": last["tokens"] / task["corpus"]["train_tokens"],
         "config": task["config"],
-        "loss": last["validation_loss"],
-        "bits_per_byte": last["validation_loss"] / math.log(2) * tokens_per_byte,
         "needed_flops": last.get("needed_flops"),
         "executed_flops": last.get("executed_flops"),
         "training_seconds": last.get("training_seconds"),

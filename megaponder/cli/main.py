@@ -25,7 +25,7 @@ from megaponder.cli.report import ended
 from megaponder.config.fields import sections
 from megaponder.errors import UserError
 
-COMMANDS = ("demo", "prepare", "plan", "train", "watch", "replay", "generate", "inspect", "export", "import")
+COMMANDS = ("demo", "prepare", "plan", "train", "watch", "replay", "eval", "generate", "inspect", "export", "import")
 """In the order in which a newcomer meets them."""
 
 EPILOG = """\

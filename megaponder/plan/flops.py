@@ -91,7 +91,7 @@ def unread_flops(model: ModelConfig) -> float:
     return 2.0 * (model.hidden_size**2 + matrices * model.hidden_size * model.ffn_size)
 
 
-def attention_flops(model: ModelConfig, tokens: int, slots: int) -> float:
+def attention_flops(model: ModelConfig, tokens: int, slots: float) -> float:
     """Attention FLOPs of the stack per token, forward, causal half: m rows a token, each of m n rows sees its past."""
     assert model.hidden_size and model.num_layers
     mean_keys = (slots * tokens + 1) / 2
@@ -140,3 +140,22 @@ def _steps(cfg: RunConfig, method: MethodLike) -> range:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+def inference_flops(cfg: RunConfig, method: MethodLike, active: Sequence[float] = ()) -> float:
+    """Forward FLOPs of one token in cached decoding, of a resolved configuration whose vocabulary is known.
+
+    `active`: the share of tokens that take part in each pass, or, of methods with latents, that run each row; empty:
+    all do.  Latents are decoded one after another, without refinements: a token costs its rows, each once, and sees
+    the rows that tokens run on average.
+    """
+    passes = [pass_flops(cfg, method, p) for p in method.passes(cfg.train.seed, None)]
+    if len(passes) > 1 and passes[-1].slots > 1:
+        last, model = passes[-1], cfg.model
+        shares = list(active) if len(active) == last.slots else [1.0] * last.slots
+        rows = sum(shares)
+        stack = rows * linear_flops(model) + attention_flops(model, cfg.data.sequence_length, rows)
+        feedback = sum(shares[1:]) * passes[0].extra  # of one row: pass 0 feeds back one
+        return stack + last.head + last.extra + feedback
+    shares = list(active) if len(active) == len(passes) else [1.0] * len(passes)
+    return sum(share * p.total for share, p in zip(shares, passes, strict=True))
