@@ -8,7 +8,7 @@ CORPUS is a folder with train.jsonl and heldout.jsonl (also .gz, .zst, .xz): a l
 `cat`.  The tokenizer learns from that text; it and the indexed datasets are made once in the work folder.  Rows whose
 JSON lies in the folder of results are not run again; one that was cut off goes on from its checkpoint in the work
 folder.  --rows takes names without the size, patterns of them, or kinds (their first row); none: all, in the order of
---list.
+--list.  --report draws what is there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from benchmarks.command import RESULTS, folder, number, parser, script
 from benchmarks.study import corpus as texts
-from benchmarks.study import queue
+from benchmarks.study import queue, report
 from benchmarks.study import run as rows_run
 from benchmarks.study.rows import SIZES, Row, rows
 from megaponder.errors import UserError
@@ -75,8 +75,12 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--work", type=folder, default=Path("runs/study"), help="runs; default: %(default)s")
     options.add_argument("--out", type=folder, default=RESULTS / "study", help="results; default: %(default)s")
     options.add_argument("--pack", type=folder, metavar="FOLDER", help="write the corpus's part as a folder, and stop")
+    options.add_argument("--report", action="store_true", help="write figure and tables of the results, and stop")
     args = options.parse_args(argv)
     begin = time.monotonic()
+    if args.report:
+        say(f"{report.write(args.out, args.size)[-1]}: open it in a browser.")
+        return
     wanted = chosen(args.size, args.tokens, args.rows)
     if args.list:
         for row in wanted:

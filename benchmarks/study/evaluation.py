@@ -37,6 +37,7 @@ def evaluate(run: Path, corpus: dict[str, Any]) -> dict[str, Any]:
     scores = heldout.score_all(cfg, state, kinds, BATCH)
     whole = heldout.together(list(scores.values()))
     return {
+        "parameters": sum(tensor.numel() for tensor in state.values()),
         "loss": whole.loss,
         "bits_per_byte": whole.bits_per_byte,
         "depth": whole.stats.get("mean_depth"),

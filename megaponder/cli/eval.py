@@ -44,6 +44,10 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--length", type=int, metavar="N", help="tokens in a window; default: data.sequence_length")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N targets of each dataset")
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="windows at a time (default 8)")
+    parser.add_argument("--tasks", nargs="+", default=[], metavar="TASK", help="tasks of lm-eval, on an export folder")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="for --tasks: run the modelling file whatever its version"
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the numbers to this file")
 
 
@@ -55,6 +59,16 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name}", value, "it must be at least 1", "use 1 or more")
+    tasks = {}
+    if args.tasks:
+        from megaponder.inference.tasks import evaluate
+
+        tasks = evaluate(Path(args.path), args.tasks, args.batch, args.trust_remote_code)
+        for task, values in tasks.items():
+            print(f"{task}: " + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
+        if not args.data:
+            _write_json(args, {"path": args.path, "tasks": tasks})
+            return 0
     cfg, state = heldout.read_model(args.path)
     longest = cfg.model.max_positions
     if args.length is not None and longest is not None and args.length > longest:
@@ -67,9 +81,16 @@ def run(args: argparse.Namespace) -> int:
     ]
     for line in table(found):
         print(line)
-    if args.json:
-        _write(Path(args.json), args.path, cfg, found)
+    told = _told(args.path, cfg, found)
+    _write_json(args, {**told, "tasks": tasks} if tasks else told)
     return 0
+
+
+def _write_json(args: argparse.Namespace, told: dict[str, Any]) -> None:
+    from megaponder import files
+
+    if args.json:
+        files.write_json(Path(args.json), told)
 
 
 def table(found: Sequence[tuple[str, dict[str, Score]]]) -> Iterator[str]:
@@ -97,8 +118,8 @@ def table(found: Sequence[tuple[str, dict[str, Score]]]) -> Iterator[str]:
             yield f"|{'|'.join(marks)}|"
 
 
-def _write(path: Path, source: str, cfg: RunConfig, found: Sequence[tuple[str, dict[str, Score]]]) -> None:
-    from megaponder import files
+def _told(source: str, cfg: RunConfig, found: Sequence[tuple[str, dict[str, Score]]]) -> dict[str, Any]:
+    """All numbers, for a file."""
     from megaponder.inference.heldout import together
 
     results: list[dict[str, Any]] = [
@@ -109,5 +130,4 @@ def _write(path: Path, source: str, cfg: RunConfig, found: Sequence[tuple[str, d
         }
         for label, scores in found
     ]
-    told = {"path": source, "method": cfg.ponder.method, "options": cfg.ponder.options, "results": results}
-    files.write_json(path, told)
+    return {"path": source, "method": cfg.ponder.method, "options": cfg.ponder.options, "results": results}

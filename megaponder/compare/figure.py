@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megaponder.compare.results import Group
+from megaponder.compare.results import Group, Result
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#4d4d4d", "#8a6d00")
 """Told apart also by those who see few colours (Okabe and Ito)."""
@@ -91,24 +92,51 @@ def _over_tokens(axes: Any, groups: Sequence[Group]) -> None:
 
 def _over_training(axes: Any, groups: Sequence[Group]) -> None:
     _curves(axes, groups, "needed", 1.0)
-    axes.set(xlabel="training FLOPs that were needed", xscale="log", ylabel=LOSS, title="Equal training compute")
+    axes.set(xlabel="training FLOPs that were needed", ylabel=LOSS, title="Equal training compute")
+    _logarithmic(axes)
 
 
 def _over_inference(axes: Any, groups: Sequence[Group]) -> None:
+    # of one text: that of the sweeps where each run has one, else the held-out text of training
+    swept = all(_as_trained(r) is not None for g in groups for r in g.results)
     for i, group in enumerate(groups):
         style = _style(i)
-        place, loss = group.mean("inference"), group.mean("loss")
-        sweep = sorted((s.flops, s.loss) for s in group.first.sweep)
-        if sweep:
-            axes.plot(*zip(*sweep, strict=True), markersize=3, linewidth=1.0, alpha=0.8, **style)
-        losses = group.of("loss")
-        assert place is not None and loss is not None
-        error = [[loss - min(losses)], [max(losses) - loss]] if len(losses) > 1 else None
+        for halting in (False, True):
+            sweep = sorted((s.flops, s.loss) for s in group.first.sweep if s.halting in (halting, None))
+            if len(sweep) > 1:
+                style["linestyle"] = ":" if halting else "-"
+                axes.plot(*zip(*sweep, strict=True), markersize=3, linewidth=1.1, alpha=0.8, **style)
+        found = [_as_trained(r) if swept else r.loss for r in group.results]
+        losses = [loss for loss in found if loss is not None]
+        mean = sum(losses) / len(losses)
+        error = [[mean - min(losses)], [max(losses) - mean]] if len(losses) > 1 else None
         axes.errorbar(
-            [place], [loss], yerr=error, color=style["color"], marker=style["marker"], markersize=8,
+            [group.mean("inference")], [mean], yerr=error, color=style["color"], marker=style["marker"], markersize=8,
             markeredgecolor="white", linestyle="none", capsize=3,
         )  # fmt: skip
-    axes.set(xlabel="FLOPs of a token in decoding", xscale="log", ylabel=LOSS, title="Equal inference compute")
+    axes.set(xlabel="FLOPs of a token in decoding", ylabel=LOSS, title="Equal inference compute")
+    if any(len(g.first.sweep) > 1 for g in groups):
+        told = "lines: other numbers of passes\ndotted: earlier halting"
+        axes.text(0.98, 0.97, told, transform=axes.transAxes, fontsize=8, ha="right", va="top", color="#495057")
+    _logarithmic(axes)
+
+
+def _as_trained(result: Result) -> float | None:
+    return next((s.loss for s in result.sweep if s.halting is None), None)
+
+
+def _logarithmic(axes: Any) -> None:
+    """A logarithmic x axis with few labels, whatever its span."""
+    from matplotlib.ticker import LogFormatterSciNotation, LogLocator, NullFormatter
+
+    axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    decades = math.log10(high / low)
+    axes.xaxis.set_major_locator(
+        LogLocator(subs=(1.0, 2.0, 5.0) if decades < 1.5 else (1.0, 3.0) if decades < 3 else (1.0,))
+    )
+    axes.xaxis.set_major_formatter(LogFormatterSciNotation(labelOnlyBase=False, minor_thresholds=(9, 9)))
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _by_depth(axes: Any, groups: Sequence[Group]) -> None:
@@ -127,5 +155,5 @@ def _by_depth(axes: Any, groups: Sequence[Group]) -> None:
 def encoded(figure: Any, kind: str) -> bytes:
     """The figure as png or svg."""
     out = io.BytesIO()
-    figure.savefig(out, format=kind, dpi=130)
+    figure.savefig(out, format=kind, dpi=130, metadata={"Date": None} if kind == "svg" else None)
     return out.getvalue()

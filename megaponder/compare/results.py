@@ -47,6 +47,11 @@ class Sweep:
     """Forward FLOPs of a token in decoding."""
     loss: float
 
+    @property
+    def halting(self) -> bool | None:
+        """Whether it halts at other thresholds, else it has other passes; None for the model as it was trained."""
+        return None if self.variant == "as trained" else "pass" not in self.variant
+
 
 @dataclass(frozen=True)
 class Result:
@@ -57,11 +62,13 @@ class Result:
     points: tuple[Point, ...]
     inference: float
     """Forward FLOPs of a token in decoding, at the depth of the last evaluation."""
-    parameters: int
+    parameters: int | None
     depth: float | None = None
     """Mean passes of a held-out token, where tokens halt."""
     by_depth: Mapping[int, float] = field(default_factory=dict)
     """Held-out loss of the tokens of each depth; where none halts, loss read out after each pass."""
+    whole: float | None = None
+    """Loss over more held-out text than the evaluations in training read, where it was measured."""
     bits_per_byte: float | None = None
     sweep: tuple[Sweep, ...] = ()
     config: RunConfig | None = None
@@ -71,6 +78,16 @@ class Result:
     def last(self) -> Point:
         """The last evaluation."""
         return self.points[-1]
+
+    @property
+    def loss(self) -> float:
+        """The one to judge by."""
+        return self.last.loss if self.whole is None else self.whole
+
+    def value(self, name: str) -> float | None:
+        """One number by its name: of the run, or of its last evaluation."""
+        found: float | None = getattr(self, name) if hasattr(self, name) else getattr(self.last, name)
+        return found
 
 
 @dataclass(frozen=True)
@@ -86,9 +103,8 @@ class Group:
         return self.results[0]
 
     def of(self, value: str) -> list[float]:
-        """One number of each run: of the last evaluation, or of the run itself; what is not known is left out."""
-        found = [getattr(r.last, value) if hasattr(r.last, value) else getattr(r, value) for r in self.results]
-        return [v for v in found if v is not None]
+        """`Result.value` of each run; what is not known is left out."""
+        return [v for v in (r.value(value) for r in self.results) if v is not None]
 
     def mean(self, value: str) -> float | None:
         """Mean over runs."""
@@ -176,7 +192,7 @@ def _evaluation(run: Path) -> tuple[float | None, tuple[Sweep, ...]]:
             Sweep(r["variant"] or "as trained", r["together"]["flops_per_token"], r["together"]["loss"])
             for r in results
         )
-        return results[0]["together"]["bits_per_byte"], sweep if len(sweep) > 1 else ()
+        return results[0]["together"]["bits_per_byte"], sweep
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise UserError(f"{path} is not what `megaponder eval --json` writes ({error}).") from None
 

@@ -72,7 +72,7 @@ def comma_separated(groups: Sequence[Group]) -> str:
     writer.writerow(["method", "run", *(c.value for c in COLUMNS)])
     for group in groups:
         for result in group.results:
-            values = [getattr(result.last, c.value, getattr(result, c.value, None)) for c in COLUMNS]
+            values = [result.value(c.value) for c in COLUMNS]
             writer.writerow([group.label, result.name, *("" if v is None else repr(v) for v in values)])
     return out.getvalue()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +103,12 @@ def test_thresholds_are_fitted_to_a_mean_depth(tmp_path: Path) -> None:
             fitted = variants.fit_threshold(engine, cfg, prefix, depth, 8, 10_000)
             score = heldout.score(engine, variants.with_threshold(cfg, fitted), prefix)
         assert score.stats["mean_depth"] == pytest.approx(depth, abs=0.1)
+
+
+@pytest.mark.skipif(find_spec("lm_eval") is not None, reason="lm-eval is installed")
+def test_tasks_without_lm_eval_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", str(tmp_path), "--tasks", "piqa"]) == 2
+    assert 'pip install "megaponder[eval]"' in capsys.readouterr().err
 
 
 def test_what_cannot_be_evaluated(tmp_path: Path) -> None:
