@@ -207,7 +207,7 @@ def grouped(results: Sequence[Result], labels: Mapping[str, str]) -> list[Group]
 
 def notes_of(groups: Iterable[Group]) -> list[str]:
     """What has to be said of the groups' runs."""
-    said = []
+    said: list[str] = []
     for group in groups:
         for result in group.results:
             said += result.notes

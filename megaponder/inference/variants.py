@@ -36,7 +36,7 @@ def with_threshold(cfg: RunConfig, threshold: float) -> RunConfig:
     """Halting at another threshold; ponderlm exits by confidence."""
     method, options = cfg.ponder.method, cfg.ponder.options
     if method == "ponderlm" and not options.get("multiply_by_steps"):
-        kept = {name: options[name] for name in ("steps", "topk") if name in options}
+        kept: dict[str, Any] = {name: options[name] for name in ("steps", "topk") if name in options}
         return _changed(cfg, "confident_ponderlm", {**kept, "threshold": float(threshold)})
     if not hasattr(method_of(cfg).options, "threshold"):
         raise ConfigError("--thresholds", threshold, f"method {method} has no threshold", "leave it out")
