@@ -140,7 +140,7 @@ def read_run(run: Path) -> Result:
     cfg = resolve(load_config(run / "config.yaml", []))
     method = method_of(cfg)
     needed, executed = mean_needed(cfg, method), mean_executed(cfg, method)
-    notes = ()
+    notes: tuple[str, ...] = ()
     if any("needed_flops" not in r for r in looks):
         notes = (f"{run}: its rows do not tell FLOPs, so they are tokens times the plan's mean, as if none halted.",)
     points = tuple(
