@@ -131,8 +131,8 @@ class Group:
 
 def read_run(run: Path) -> Result:
     """A run folder's result; UserError for a folder without rows, evaluations or configuration."""
-    rows = jsonl.of_run(run)
-    looks = [r for r in rows if "validation_loss" in r]
+    series = jsonl.of_run(run)
+    looks = [r for r in series.rows if "validation_loss" in r]
     if not looks:
         raise UserError(f"{run} has no validation_loss in {jsonl.NAME}: set train.eval_batches above 0.")
     if not (run / "config.yaml").is_file():
@@ -140,12 +140,12 @@ def read_run(run: Path) -> Result:
     cfg = resolve(load_config(run / "config.yaml", []))
     method = method_of(cfg)
     needed, executed = mean_needed(cfg, method), mean_executed(cfg, method)
-    notes: tuple[str, ...] = ()
+    notes = tuple(f"{run}: {sentence}" for sentence in series.sentences())
     if any("needed_flops" not in r for r in looks):
-        notes = (f"{run}: its rows do not tell FLOPs, so they are tokens times the plan's mean, as if none halted.",)
+        notes += (f"{run}: its rows do not tell FLOPs, so they are tokens times the plan's mean, as if none halted.",)
     points = tuple(
         Point(
-            r["tokens"], r["validation_loss"], r.get("needed_flops", needed * r["tokens"]),
+            int(r["tokens"]), r["validation_loss"], r.get("needed_flops", needed * r["tokens"]),
             r.get("executed_flops", executed * r["tokens"]), r.get("training_seconds"),
         )
         for r in looks

@@ -94,7 +94,7 @@ def read_model(path: str | Path) -> tuple[RunConfig, dict[str, Tensor]]:
     from megaponder.export import names
     from megaponder.export.from_hf import run_config, to_plain
 
-    hf = hf_folder.read_json(folder / "config.json")
+    hf = hf_folder.read_json(folder, "config.json")
     cfg = run_config(hf, folder, folder, frozenset())
     if cfg.data.eod_id is None:
         cfg = replace(cfg, data=replace(cfg.data, loss_mask="plain"))
