@@ -93,12 +93,15 @@ def read_model(path: str | Path) -> tuple[RunConfig, dict[str, Tensor]]:
     from megaponder.export import folder as hf_folder
     from megaponder.export import names
     from megaponder.export.from_hf import run_config, to_plain
+    from megaponder.export.load import refuse_too_large
 
     hf = hf_folder.read_json(folder, "config.json")
     cfg = run_config(hf, folder, folder, frozenset())
     if cfg.data.eod_id is None:
         cfg = replace(cfg, data=replace(cfg.data, loss_mask="plain"))
-    plain = to_plain(hf, hf_folder.read_weights(folder), cfg)
+    tensors = hf_folder.read_weights(folder)
+    refuse_too_large(folder, hf, tensors)
+    plain = to_plain(hf, tensors, cfg)
     return cfg, names.to_stage(plain, cfg.model, cfg.ponder.options.get("pause_token_id"))
 
 
