@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from benchmarks.study.corpus import Corpus
-from megaponder.ponder.base import methods
+from megaponder.ponder.registry import methods
 
 STEPS = 3
 """Pondering steps of the methods that count them: four passes."""

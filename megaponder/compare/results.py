@@ -14,6 +14,7 @@ from megaponder.config.resolve import resolve
 from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError
 from megaponder.monitor import jsonl
+from megaponder.plan.build import own_parameters
 from megaponder.plan.flops import inference_flops, mean_executed, mean_needed
 from megaponder.plan.parameters import model_parameters
 from megaponder.ponder.settings import method_of
@@ -153,13 +154,12 @@ def read_run(run: Path) -> Result:
     last = looks[-1]
     active = _numbered(last, "ponder_valid_active_pass")
     told = _evaluation(run)
-    own = method.exit_modules()
     return Result(
         name=str(run),
         method=cfg.ponder.method,
         points=points,
         inference=inference_flops(cfg, method, [active[k] for k in sorted(active)]),
-        parameters=model_parameters(cfg, sum(p.numel() for m in own.values() for p in m.parameters())).total,
+        parameters=model_parameters(cfg, own_parameters(method, cfg.model.num_layers or 0)).total,
         depth=last.get("ponder_valid_mean_depth"),
         by_depth=_numbered(last, "ponder_valid_loss_depth") or _by_pass(last),
         bits_per_byte=told[0],

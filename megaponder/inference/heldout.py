@@ -22,7 +22,7 @@ from megaponder.data.info import read_meta
 from megaponder.engine import depth
 from megaponder.errors import ConfigError, UserError
 from megaponder.plan.flops import inference_flops
-from megaponder.ponder.settings import method_of
+from megaponder.ponder.settings import method_of, table_rows
 
 if TYPE_CHECKING:
     from megaponder.engine.step import Engine
@@ -102,7 +102,7 @@ def read_model(path: str | Path) -> tuple[RunConfig, dict[str, Tensor]]:
     tensors = hf_folder.read_weights(folder)
     refuse_too_large(folder, hf, tensors)
     plain = to_plain(hf, tensors, cfg)
-    return cfg, names.to_stage(plain, cfg.model, cfg.ponder.options.get("pause_token_id"))
+    return cfg, names.to_stage(plain, cfg.model, table_rows(cfg))
 
 
 def datasets(cfg: RunConfig, named: Sequence[str]) -> dict[str, str]:
