@@ -25,7 +25,7 @@ LAYERS = [
     {"backbone"},
     {"engine"},
     {"ponder"},
-    {"plan", "training", "inference", "export"},
+    {"plan", "training", "inference", "export", "compare"},
     {"demo"},
     {"cli"},
 ]

@@ -24,6 +24,7 @@ LARGEST = 1 << 24
 Count = Annotated[int, pydantic.Field(ge=0, lt=2**62)]
 Size = Annotated[int, pydantic.Field(gt=0, lt=2**31)]
 Finite = Annotated[float, pydantic.Field(gt=-1e100, lt=1e100)]
+Amount = Annotated[float, pydantic.Field(ge=0, lt=1e100)]
 
 
 @dataclass
@@ -42,6 +43,12 @@ class TrainState:
     """Of the last steps, for the test of spikes; empty where it is off."""
     norms: list[Finite] = field(default_factory=list)
     """Gradient norms of the same steps."""
+    needed_flops: Amount | None = 0.0
+    """Training FLOPs that the steps needed; None: not known, since an earlier version has saved the run."""
+    executed_flops: Amount | None = 0.0
+    """Those that were executed: with recomputed layers, and with halted tokens that were only masked."""
+    seconds: Amount | None = 0.0
+    """Time of the steps on rank 0, without evaluation, saving and restarts."""
 
     @property
     def updates(self) -> int:
@@ -80,6 +87,8 @@ def load_state(folder: Path) -> tuple[TrainState, Contents]:
         values: Any = json.loads(files.read_bounded(folder / STATE, LARGEST))
         if not isinstance(values, dict) or not isinstance(values.get("contents"), dict):
             raise ValueError("it has no contents")
+        for name in ("needed_flops", "executed_flops", "seconds"):
+            values.setdefault(name, None)
         state: TrainState = _build(TrainState, values)
         if state.skipped > state.step:
             raise ValueError(f"it has more skipped steps, {state.skipped}, than steps, {state.step}")

@@ -25,7 +25,9 @@ from megaponder.cli.report import ended
 from megaponder.config.fields import sections
 from megaponder.errors import UserError
 
-COMMANDS = ("demo", "prepare", "plan", "train", "watch", "replay", "generate", "inspect", "export", "import")
+COMMANDS = (
+    "demo", "prepare", "plan", "train", "watch", "replay", "eval", "compare", "generate", "inspect", "export", "import",
+)  # fmt: skip
 """In the order in which a newcomer meets them."""
 
 EPILOG = """\

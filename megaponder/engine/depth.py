@@ -18,13 +18,13 @@ COLLAPSED = 0.98
 """Share of tokens at one depth from which on the gates count as collapsed."""
 
 
-_AT = re.compile(r"at\d+")
+_AT, _OF_DEPTH = re.compile(r"at\d+"), re.compile(r"(at|nll)\d+")
 MOMENTS = ("depth", "depth_sq", "nll_sq", "depth_nll")
 
 
 def names(deepest: int) -> list[str]:
-    """Sums that a method with halting adds: depth moments, share of tokens at each depth, gate histograms."""
-    at = [f"at{k}" for k in range(1, deepest + 1)]
+    """Sums that a method with halting adds: depth moments, tokens of each depth and their losses, gate histograms."""
+    at = [f"{what}{k}" for what in ("at", "nll") for k in range(1, deepest + 1)]
     return [*MOMENTS, *at, *(f"gate{i}/{b}" for i in range(deepest - 1) for b in range(BINS))]
 
 
@@ -41,7 +41,8 @@ def sums(
         "depth_nll": (depth * nll * valid).sum(),
     }
     for k in range(1, deepest + 1):
-        out[f"at{k}"] = ((depth == k) * valid).sum()
+        here = (depth == k) * valid
+        out |= {f"at{k}": here.sum(), f"nll{k}": (nll * here).sum()}
     for i, (values, asked) in enumerate(gates):
         weight = asked * valid
         index = (values * BINS).long().clamp(0, BINS - 1)
@@ -63,12 +64,13 @@ def by_token(depth_sb: Tensor, ids_sb: Tensor, valid_sb: Tensor, vocab_size: int
 def metrics(means: Mapping[str, float], loss: float) -> dict[str, float]:
     """From means over tokens to what a reader wants to know.
 
-    mean_depth; active_pass{k}, the share of tokens that run pass k; kv_reuse, the share of later token-passes that
-    reuse keys and values; depth_nll_correlation; collapsed, 1.0 where nearly all tokens have one depth;
-    gate{k}_bin{j}, the share of gate values between j/10 and (j+1)/10; gate{k}_saturation, the share in the first and
-    the last bin; and the method's own statistics, with the root of the means whose name has `_rmse`.
+    mean_depth; loss_depth{k}, the loss of the tokens of depth k; active_pass{k}, the share of tokens that run pass k;
+    kv_reuse, the share of later token-passes that reuse keys and values; depth_nll_correlation; collapsed, 1.0 where
+    nearly all tokens have one depth; gate{k}_bin{j}, the share of gate values between j/10 and (j+1)/10;
+    gate{k}_saturation, the share in the first and the last bin; and the method's own statistics, with the root of the
+    means whose name has `_rmse`.
     """
-    out = {k: v for k, v in means.items() if k not in MOMENTS and not _AT.fullmatch(k) and "/" not in k}
+    out = {k: v for k, v in means.items() if k not in MOMENTS and not _OF_DEPTH.fullmatch(k) and "/" not in k}
     out |= {k: math.sqrt(max(0.0, v)) for k, v in out.items() if "_rmse" in k}
     at = [means[name] for name in sorted(filter(_AT.fullmatch, means), key=lambda k: int(k[2:]))]
     if not at:
@@ -85,6 +87,7 @@ def metrics(means: Mapping[str, float], loss: float) -> dict[str, float]:
         "kv_reuse": 1.0 - sum(active[1:]) / max(1, len(active) - 1),
     }
     out |= {f"active_pass{k}": share for k, share in enumerate(active)}
+    out |= {f"loss_depth{k}": means[f"nll{k}"] / share for k, share in enumerate(at, 1) if share and f"nll{k}" in means}
     gate = 0
     while f"gate{gate}/0" in means:
         counts = [means[f"gate{gate}/{b}"] for b in range(BINS)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
@@ -25,21 +26,26 @@ svg { width: 100%; max-width: 560px; } text { font-size: 11px; fill: #495057; }
 """
 
 
-def page(overview: Overview, refresh: float) -> str:
-    """The whole document; a finished run's page does not load itself again."""
-    again = "" if overview.finished else f'<meta http-equiv="refresh" content="{max(1, round(refresh))}">'
-    facts = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in overview.facts.items())
-    panels = "".join(f"<section><h2>{escape(p.title)}</h2>{_svg(p)}{_legend(p)}</section>" for p in overview.panels)
-    name = escape(overview.run)
+def page(overviews: Sequence[Overview], refresh: float) -> str:
+    """The whole document, one run below the other; that of finished runs does not load itself again."""
+    done = all(o.finished for o in overviews)
+    again = "" if done else f'<meta http-equiv="refresh" content="{max(1, round(refresh))}">'
+    title = escape(", ".join(o.run for o in overviews))
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8">{again}<title>{name}</title>'
-        f"<style>{STYLE}</style></head><body><h1>{name}</h1><dl>{facts}</dl><main>{panels}</main></body></html>\n"
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">{again}<title>{title}</title>'
+        f"<style>{STYLE}</style></head><body>{''.join(map(_body, overviews))}</body></html>\n"
     )
 
 
-def write(overview: Overview, path: Path, refresh: float) -> None:
+def _body(overview: Overview) -> str:
+    facts = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in overview.facts.items())
+    panels = "".join(f"<section><h2>{escape(p.title)}</h2>{_svg(p)}{_legend(p)}</section>" for p in overview.panels)
+    return f"<h1>{escape(overview.run)}</h1><dl>{facts}</dl><main>{panels}</main>"
+
+
+def write(overviews: Sequence[Overview], path: Path, refresh: float) -> None:
     """Write the page; a browser never sees half of it."""
-    files.write_bytes(path, page(overview, refresh).encode())
+    files.write_bytes(path, page(overviews, refresh).encode())
 
 
 def _legend(panel: Panel) -> str:

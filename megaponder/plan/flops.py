@@ -59,15 +59,24 @@ class StepFlops:
     @property
     def needed(self) -> float:
         """Training without recompute: the numerator of MFU."""
-        return (1 + BACKWARD) * self.forward
+        return self.needed_of([1.0] * len(self.passes))
 
     @property
     def executed(self) -> float:
         """Training with what is run again: the numerator of HFU."""
-        return self.needed + sum(s * (p.linear + p.attention) for s, p in zip(self.again, self.passes, strict=True))
+        return self.executed_of([1.0] * len(self.passes))
+
+    def needed_of(self, active: Sequence[float]) -> float:
+        """`needed`, where only these shares of the tokens take part in each pass."""
+        return (1 + BACKWARD) * sum(a * p.total for a, p in zip(active, self.passes, strict=True))
+
+    def executed_of(self, active: Sequence[float]) -> float:
+        """`executed`, where only these shares of the tokens are computed in each pass."""
+        parts = zip(active, self.again, self.passes, strict=True)
+        return self.needed_of(active) + sum(a * s * (p.linear + p.attention) for a, s, p in parts)
 
 
-def attention_flops(model: ModelConfig, tokens: int, slots: int) -> float:
+def attention_flops(model: ModelConfig, tokens: int, slots: float) -> float:
     """Attention FLOPs of the stack per token, forward, causal half: m rows a token, each of m n rows sees its past."""
     assert model.num_layers
     mean_keys = (slots * tokens + 1) / 2
@@ -116,3 +125,23 @@ def _steps(cfg: RunConfig, method: MethodLike) -> range:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+def inference_flops(cfg: RunConfig, method: MethodLike, active: Sequence[float] = ()) -> float:
+    """Forward FLOPs of one token in cached decoding, of a resolved configuration whose vocabulary is known.
+
+    `active`: the share of tokens that take part in each pass, or, of methods with latents, that run each row; empty:
+    all do.  Latents are decoded one after another, without refinements: a token costs its rows, each once, and sees
+    the rows that tokens run on average.
+    """
+    passes = [pass_flops(cfg, method, p) for p in method.passes(cfg.train.seed, None)]
+    if len(passes) > 1 and passes[-1].slots > 1:
+        last, model = passes[-1], cfg.model
+        shares = list(active) if len(active) == last.slots else [1.0] * last.slots
+        rows = sum(shares)
+        assert model.num_layers
+        stack = rows * model.num_layers * linear_flops(model) + attention_flops(model, cfg.data.sequence_length, rows)
+        feedback = sum(shares[1:]) * passes[0].extra  # of one row: pass 0 feeds back one
+        return stack + last.head + last.extra + feedback
+    shares = list(active) if len(active) == len(passes) else [1.0] * len(passes)
+    return sum(share * p.total for share, p in zip(shares, passes, strict=True))

@@ -36,6 +36,7 @@ from megaponder.training.report import Report
 from megaponder.training.resume import resume
 from megaponder.training.same_data import SameData
 from megaponder.training.schedule import Schedule, build_schedule
+from megaponder.training.spent import Spent
 from megaponder.training.stop import StopFlag
 from megaponder.training.stragglers import Stragglers
 
@@ -73,6 +74,8 @@ class Run:
     """Console, files, trackers, endpoint."""
     report: Report
     """Rows for the monitor."""
+    spent: Spent
+    """FLOPs and seconds of the steps."""
     profile: Profile
     who: identity.Identity
     """Id of the run and number of this start, for metrics."""
@@ -130,5 +133,5 @@ def build(cfg: RunConfig, groups: Groups, stack: ExitStack) -> Run:
     canary = Canary(cfg, engine, monitor.say)
     return Run(
         cfg, total, state, engine, optimizer, schedule, data, batches, clock, stop, canary, faults, saver, monitor,
-        report, profile, who,
+        report, Spent(cfg, method), profile, who,
     )  # fmt: skip

@@ -60,8 +60,9 @@ def loop(run: Run) -> int:
 
         clock.enter("report")
         batch = run.batches.size(before)
-        run.report.stepped(step)
+        seconds = run.report.stepped(step)
         after = before.after(batch, cfg.data.sequence_length)
+        after = run.spent.add(after, batch * cfg.data.sequence_length, out, seconds)
         run.state = state = faults.after(before, after, out.loss, norm, run.batches.source)
         if faults.reason:
             run.monitor.skipped(faults.reason)
@@ -77,6 +78,7 @@ def loop(run: Run) -> int:
             if valid is not None:
                 run.report.add(row, valid, faults.evaluated(step, valid.loss, run.batches.valid))
         if row.values:
+            row.values |= run.spent.told(state)
             run.monitor.write(row)
         if _every(cfg.checkpoint.every, step, run.total) and not faults.skips:  # a rollback must find sound weights
             save(run)

@@ -33,10 +33,11 @@ class Report:
         # gates start equal, which is no collapse
         self._gates_settled = max(schedule.warmup, min(100, total // 10))
 
-    def stepped(self, step: int) -> None:
-        """A step has ended."""
+    def stepped(self, step: int) -> float:
+        """A step has ended; returns its seconds."""
         seconds = self._monitor.stepped(step)
         self._stragglers.stepped(seconds.get("data", 0.0), self._engine.own_time.seconds())
+        return sum(seconds.values())
 
     def row(self, step: int, sequences: int, tokens: int, batch: int, out: StepOutput, norm: float) -> Row:
         """Position and, where a row is due after this step, all that is known of it."""

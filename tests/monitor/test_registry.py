@@ -14,7 +14,7 @@ from megaponder.monitor.registry import METRICS
 from megaponder.monitor.row import Row, from_flat
 
 ROOT = Path(__file__).resolve().parents[2]
-LABELS = {"pass": "2", "bin": "7", "iteration": "1", "reason": "spike", "tensor": "grad"}
+LABELS = {"pass": "2", "depth": "3", "bin": "7", "iteration": "1", "reason": "spike", "tensor": "grad"}
 
 
 @pytest.mark.parametrize("field", ["name", "tag", "prometheus"])
@@ -51,8 +51,10 @@ def test_rows_survive_the_file_and_the_trackers_get_grouped_names() -> None:
 
 def test_statistics_of_halting_are_in_the_registry() -> None:
     means = dict.fromkeys(depth.names(3), 0.0) | {"depth": 2.0, "depth_sq": 4.5, "at1": 0.25, "at2": 0.5, "at3": 0.25}
+    means |= {"nll1": 0.5, "nll2": 1.5, "nll3": 1.0}
     means |= {"gate0/0": 0.2, "gate0/5": 0.5, "gate0/9": 0.3, "jacobi_rmse0": 0.01, "expected_depth": 2.2}
     found = depth.metrics(means, 3.0)
+    assert [found[f"loss_depth{k}"] for k in (1, 2, 3)] == pytest.approx([2.0, 3.0, 4.0])
     assert found["gate0_saturation"] == pytest.approx(0.5) and "gate1_saturation" not in found
     assert [n for n in found if registry.find(n, ponder=True) is None] == []
     stats = {m.name for m in METRICS if m.ponder and not m.name.startswith("valid_")}

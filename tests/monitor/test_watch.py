@@ -55,6 +55,11 @@ def test_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "400 of 400 (100%)" in out and "finished" in out and "loss: validation" in out and "█" in out
     assert main(["watch", str(write(tmp_path / "s", 20)), "--once"]) == 0
     assert "last row" in capsys.readouterr().out
+    assert main(["watch", str(run), str(tmp_path / "s"), "--once", "--html", str(tmp_path / "both.html")]) == 0
+    assert "step 400, 20;" in capsys.readouterr().out and "<h1>s</h1>" in (tmp_path / "both.html").read_text()
+    assert main(["watch", str(run), str(tmp_path / "s"), "--once"]) == 0
+    out = capsys.readouterr().out
+    assert "400 of 400" in out and "20 of 400" in out
 
 
 def test_a_terminal_is_renewed_until_the_run_has_ended(tmp_path: Path) -> None:
@@ -86,12 +91,12 @@ def test_blocks() -> None:
 
 def test_the_page_stands_alone(tmp_path: Path) -> None:
     run = write(tmp_path / "a<b", 300)
-    text = page(overview(run), refresh=5)
+    text = page([overview(run)], refresh=5)
     assert '<meta http-equiv="refresh" content="5">' in text and "<title>a&lt;b</title>" in text
     assert not any(word in text for word in ("http:", "https:", "<script", "<link", "src=", "url("))
     for svg in text.split("<svg")[1:]:
         ElementTree.fromstring("<svg" + svg.partition("</svg>")[0] + "</svg>")
-    assert 'http-equiv="refresh"' not in page(overview(write(tmp_path / "done", 400)), 5)
+    assert 'http-equiv="refresh"' not in page([overview(write(tmp_path / "done", 400))], 5)
 
 
 def test_long_runs_are_thinned_and_numbers_that_are_none_left_out(tmp_path: Path) -> None:
@@ -99,7 +104,7 @@ def test_long_runs_are_thinned_and_numbers_that_are_none_left_out(tmp_path: Path
     run.mkdir()
     rows = [{"step": s, "sequences": s, "tokens": s, "loss": math.nan if s == 5 else 1.0} for s in range(1, 3000)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    text = page(overview(run), 5)
+    text = page([overview(run)], 5)
     assert "nan" not in text.lower() and text.count(",") < 2 * MOST_POINTS
 
 

@@ -18,7 +18,8 @@ from tests.tolerance import ATOL, RTOL
 from tests.training import datasets
 from tests.training.conftest import HERE, Base, run
 
-SERIES = ("loss", "grad_norm", "validation_loss", "learning_rate", "sequences", "tokens")
+SERIES = ("loss", "grad_norm", "validation_loss", "learning_rate", "sequences", "tokens", "needed_flops",
+          "executed_flops")  # fmt: skip
 
 # name -> changes; all of them on two processes, from a checkpoint that one process wrote
 LAYOUTS: dict[str, dict[str, object]] = {

@@ -1,0 +1,121 @@
+"""Which method is worth its passes: the same text, order, tokens and schedule for all, one JSON a row.
+
+    python -m benchmarks.study --corpus CORPUS --list
+    python -m benchmarks.study --corpus CORPUS --rows 'vanilla*.lr0.003.seed1' loop ponderlm --parallel 7 --minutes 9
+    python -m benchmarks.study --corpus CORPUS --size tiny --rows ponderlm     (two CPU cores, some seconds)
+
+CORPUS is a folder with train.jsonl and heldout.jsonl (also .gz, .zst, .xz): a line has `text` and may have `source` and
+`cat`.  The tokenizer learns from that text; it and the indexed datasets are made once in the work folder.  Rows whose
+JSON lies in the folder of results are not run again; one that was cut off goes on from its checkpoint in the work
+folder.  --rows takes names without the size, patterns of them, or kinds (their first row); none: all, in the order of
+--list.  --report draws what is there.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import shlex
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+from benchmarks.command import RESULTS, folder, number, parser, script
+from benchmarks.study import corpus as texts
+from benchmarks.study import queue, report
+from benchmarks.study import run as rows_run
+from benchmarks.study.rows import SIZES, Row, rows
+from megaponder.errors import UserError
+
+say = partial(print, flush=True)
+
+
+def chosen(size: str, tokens: int | None, patterns: list[str] | None) -> list[Row]:
+    """The rows that the patterns name, in their order; UserError for a pattern that names none."""
+    every = rows(size, tokens)
+    if not patterns:
+        return every
+    found: list[Row] = []
+    for pattern in patterns:
+        short = {row.short: row for row in every}
+        plain = next((row.short for row in every if row.kind.name == pattern), None)  # a kind: its first row
+        names = [plain] if plain else [n for n in short if fnmatch.fnmatchcase(n, pattern)]
+        if not names:
+            raise UserError(f"--rows {pattern}: no row of size {size} has such a name; --list shows them.")
+        found += [short[n] for n in names]
+    return list({row.name: row for row in found}.values())
+
+
+def flops_left(row: Row, task: dict) -> float:  # type: ignore[type-arg]
+    """Training FLOPs that the row still needs."""
+    from megaponder.config.load import from_mapping
+    from megaponder.config.resolve import resolve
+    from megaponder.plan.flops import mean_needed
+    from megaponder.ponder.settings import method_of
+
+    cfg = resolve(from_mapping(task["config"]))
+    saved = sorted((Path(cfg.run) / "checkpoints").glob("step_*"))
+    done = int(saved[-1].name[5:]) / row.steps if saved else 0.0
+    return mean_needed(cfg, method_of(cfg)) * row.tokens * (1 - done)
+
+
+@script
+def main(argv: list[str] | None = None) -> None:
+    import torch
+
+    options = parser("study", __doc__)
+    options.add_argument("--corpus", type=Path, metavar="FOLDER", help="the text")
+    options.add_argument("--bytes", type=number(1.0), metavar="N", help="train on the first N bytes of all sources")
+    options.add_argument("--size", choices=list(SIZES), default="6x256", help="backbone; default: 6x256")
+    options.add_argument("--tokens", type=number(1), metavar="N", help="training tokens; default: the size's")
+    options.add_argument("--rows", nargs="+", metavar="NAME", help="names of rows, or patterns")
+    options.add_argument("--list", action="store_true", help="show the rows and what is known of them, and stop")
+    options.add_argument("--parallel", type=number(1), metavar="N", help="rows at a time; default: 7 on a GPU, else 1")
+    options.add_argument("--minutes", type=number(0.1), metavar="M", help="time that there is; default: no limit")
+    options.add_argument("--work", type=folder, default=Path("runs/study"), help="runs; default: %(default)s")
+    options.add_argument("--out", type=folder, default=RESULTS / "study", help="results; default: %(default)s")
+    options.add_argument("--pack", type=folder, metavar="FOLDER", help="write the corpus's part as a folder, and stop")
+    options.add_argument("--report", action="store_true", help="write figure and tables of the results, and stop")
+    args = options.parse_args(argv)
+    begin = time.monotonic()
+    if args.report:
+        say(f"{report.write(args.out, args.size)[-1]}: open it in a browser.")
+        return
+    wanted = chosen(args.size, args.tokens, args.rows)
+    if args.list:
+        for row in wanted:
+            state = "done" if (args.out / f"{row.name}.json").is_file() else row.kind.impossible or "to do"
+            say(f"{row.name:60} {state}")
+        return
+    if args.corpus is None:
+        raise UserError("--corpus is missing: name a folder with train.jsonl and heldout.jsonl.")
+    if args.pack:
+        say(f"{texts.pack(args.corpus, args.bytes, args.pack)}: packed.")
+        return
+    text = texts.ready(args.corpus, args.bytes, SIZES[args.size].vocab - 1, args.work)
+    epochs = wanted[0].tokens / text.train_tokens
+    say(
+        f"{text.folder}: {text.train_bytes / 1e6:.1f} MB of text ({text.share:.0%} of the corpus), "
+        f"{text.train_tokens:,} tokens, so {epochs:.2f} epochs; ready after {time.monotonic() - begin:.0f} s."
+    )
+    cuda = torch.cuda.is_available()
+    words = shlex.join(["python", "-m", "benchmarks.study", *(sys.argv[1:] if argv is None else argv)])
+    jobs = []
+    for row in wanted:
+        out, run = args.out / f"{row.name}.json", args.work / row.name
+        if out.is_file():
+            say(f"{row.name}: done before.")
+        elif row.kind.impossible:
+            say(f"{row.name}: not possible yet: {row.kind.impossible}.")
+        else:
+            task = rows_run.task(row, text, run, out, cuda, words)
+            queue.write(run / "row.json", task)
+            jobs.append(queue.Job(row.name, run / "row.json", run / "row.log", flops_left(row, task)))
+    minutes = None if args.minutes is None else args.minutes - (time.monotonic() - begin) / 60
+    done = queue.run(jobs, args.parallel or (7 if cuda else 1), minutes, queue.RATES["cuda" if cuda else "cpu"], say)
+    if len(done) < len(jobs):
+        say(f"{len(jobs) - len(done)} of {len(jobs)} rows remain; the same command goes on.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""Rows side by side on one device, for as long as there is time; a row that is cut off goes on at the next start."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.study.run import STOPPED
+
+POLL = 0.5
+SAVING = 45.0
+"""Seconds before the end of the time at which rows that still run are asked to save and stop."""
+START = 60.0
+"""Guess of what a row takes besides its steps."""
+RATES = {"cuda": 8e13, "cpu": 5e9}
+"""Guess of the FLOP/s of all rows together, until one has ended."""
+
+
+@dataclass
+class Job:
+    """A row that is to be run."""
+
+    name: str
+    task: Path
+    """File that `benchmarks.study.run` reads."""
+    log: Path
+    flops: float
+    """Needed by what is left of its training."""
+
+
+def run(jobs: list[Job], parallel: int, minutes: float | None, rate: float, say: Callable[[str], None]) -> list[str]:
+    """Run the jobs; names of those that have ended.  Those that cannot end in time are not started.
+
+    `rate`: FLOP/s of all rows together, as far as is known; what is seen of the first that end replaces it.
+    """
+    begin = time.monotonic()
+    end = None if minutes is None else begin + 60 * minutes
+    waiting, going, done = list(jobs), {}, []  # type: ignore[var-annotated]
+    stopping = False
+
+    def left() -> float:
+        return float("inf") if end is None else end - time.monotonic()
+
+    def needs(job: Job) -> float:
+        return START + job.flops * parallel / rate
+
+    try:
+        while waiting or going:
+            while len(going) < parallel and (job := next((j for j in waiting if needs(j) < left()), None)) is not None:
+                waiting.remove(job)
+                going[_start(job)] = (job, time.monotonic())
+                say(f"{job.name}: started; {left():.0f} s are left." if end else f"{job.name}: started.")
+            if not going:
+                break
+            if left() < SAVING and not stopping:
+                stopping = True
+                for process in going:
+                    process.send_signal(signal.SIGTERM)
+            for process in [p for p in going if p.poll() is not None]:
+                job, started = going.pop(process)
+                seconds = time.monotonic() - started
+                if process.returncode == 0:
+                    done.append(job.name)
+                    if job.flops:  # else it was trained before
+                        rate = job.flops * parallel / max(1.0, seconds - START / 2)
+                    say(f"{job.name}: done in {seconds:.0f} s.")
+                elif process.returncode == STOPPED:
+                    say(f"{job.name}: stopped and saved; the same command goes on with it.")
+                else:
+                    say(f"{job.name}: failed with exit code {process.returncode}; {_last_words(job)}")
+            time.sleep(POLL)
+    finally:
+        for process in going:  # after an error or Ctrl-C
+            process.send_signal(signal.SIGTERM)
+    for job in waiting:
+        say(f"{job.name}: not started; it needs about {needs(job):.0f} s.")
+    return done
+
+
+def _start(job: Job) -> subprocess.Popen[bytes]:
+    environment = dict(os.environ)
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with open(job.log, "ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.study.run", str(job.task)], stdout=log, stderr=log, env=environment
+        )
+
+
+def _last_words(job: Job) -> str:
+    """The end of its logs."""
+    for log in (job.log.with_name("train.log"), job.log):
+        lines = log.read_text(errors="replace").strip().splitlines() if log.is_file() else []
+        if lines:
+            return f"{log} ends with: {lines[-1]}"
+    return f"see {job.log}"
+
+
+def write(path: Path, task: object) -> None:
+    """A task's file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(task))

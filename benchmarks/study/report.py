@@ -1,0 +1,70 @@
+"""The results of the study as a page with figures: which rows there are, what they reached, and at which cost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megaponder.compare import page
+from megaponder.compare.results import Group, Point, Result, Sweep
+from megaponder.errors import UserError
+
+
+def read(folder: Path, size: str) -> list[dict[str, Any]]:
+    """The results of a size; UserError where there is none."""
+    found = [json.loads(p.read_text()) for p in sorted(folder.glob(f"{size}.*.json"))]
+    if not found:
+        raise UserError(f"--out {folder}: there is no result of size {size} in it.")
+    return found
+
+
+def result(row: dict[str, Any]) -> Result:
+    """A row as `megaponder compare` knows runs; its loss is that of all held-out text, the curve's that of a part."""
+    points = tuple(
+        Point(p["tokens"], p["loss"], p["needed_flops"], p["executed_flops"], p.get("training_seconds"))
+        for p in row["curve"]
+    )
+    return Result(
+        name=row["name"],
+        method=row["method"],
+        points=points,
+        whole=row["loss"],
+        inference=row["flops_per_token"],
+        parameters=row.get("parameters"),
+        depth=row["depth"],
+        by_depth={},
+        bits_per_byte=row["bits_per_byte"],
+        sweep=tuple(Sweep(s["variant"], s["flops_per_token"], s["loss"]) for s in row["sweep"]),
+    )
+
+
+def groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
+    """Rows that differ in their seed alone, the best loss first."""
+    found: dict[str, list[Result]] = {}
+    several = {row["kind"] for row in rows if len({r["lr"] for r in rows if r["kind"] == row["kind"]}) > 1}
+    for row in rows:
+        label = row["kind"] + (f", lr {row['lr']:g}" if row["kind"] in several else "")
+        found.setdefault(label, []).append(result(row))
+    made = [Group(label, tuple(members)) for label, members in found.items()]
+    return sorted(made, key=lambda g: g.mean("loss") or 0.0)
+
+
+def write(folder: Path, size: str) -> list[Path]:
+    """Figure, tables and page of a size, in `folder`; their paths."""
+    rows = read(folder, size)
+    made = groups(rows)
+    first = rows[0]
+    corpus = first["corpus"]
+    origins = sorted({row["origin"] for row in rows})
+    notes = [
+        f"Text: {corpus['train_bytes'] / 1e6:.1f} MB, {corpus['train_tokens']:,} tokens of a BPE with "
+        f"{corpus['vocab_size']:,} ids, {first['epochs']:.2f} epochs; held out: "
+        f"{corpus['heldout']['all']['bytes'] / 1e6:.2f} MB. sha256: "
+        + ", ".join(f"{name} {value[:16]}" for name, value in corpus["files"].items()) + ".",
+        f"From: {'; '.join(origins)}.",
+        "Losses in nats per token; the table's are of all held-out text, with the standard deviation over seeds, "
+        "those of the figure of parts of it.",
+    ]  # fmt: skip
+    return page.write(folder / size, f"The study at {size}", made, [], notes)

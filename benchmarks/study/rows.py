@@ -1,0 +1,180 @@
+"""The rows of the study: a method with its controls, at a size, with a seed and a learning rate, some at a target.
+
+Everything that a comparison must match is here, the same for all: data and order, tokens, batch, schedule, optimizer.
+Where the papers give a method another embedding scale or initialisation than vanilla, vanilla has a row with each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+from benchmarks.study.corpus import Corpus
+from megaponder.ponder.registry import methods
+
+STEPS = 3
+"""Pondering steps of the methods that count them: four passes."""
+TARGETS = (0.9, 0.7, 0.6)
+"""Shares of the passes that adaptive methods may spend."""
+SEEDS = (1, 2, 3)
+ORDER = 1234
+"""Seed of the order of text: one for all rows."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A backbone and its budget."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    """Rows of the embedding table: the tokenizer's ids and one for the pause token."""
+    length: int
+    batch: int
+    tokens: int
+
+
+SIZES = {
+    "tiny": Size(2, 32, 2, 512, 32, 8, 4096),
+    "6x256": Size(6, 256, 4, 8192, 512, 64, 88_000_000),
+    "6x512": Size(6, 512, 8, 8192, 512, 64, 88_000_000),
+}
+LEARNING_RATES = {
+    "vanilla": 3e-3, "matched": 3e-3, "loop": 3e-3, "pause": 3e-3, "ponderlm": 3e-3, "ponderlm2": 3e-3,
+}  # fmt: skip
+"""Of each family, from its rows at half, once and twice the rate (`grid`)."""
+GRID = (0.5, 1.0, 2.0)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What differs between rows besides size, seed and learning rate."""
+
+    name: str
+    method: str
+    family: str
+    """Rows that share a learning rate."""
+    options: dict[str, Any] = field(default_factory=dict)
+    scale: str = "auto"
+    """Embedding scale; anything but auto goes with the initialisation of the pondering methods."""
+    deeper: int = 1
+    """Factor on the number of layers."""
+    target: float | None = None
+    ramped: bool = False
+    """The method's options ramp_start and ramp_end are 10 and 40 % of the steps."""
+    impossible: str = ""
+    """Why the row cannot be trained yet."""
+
+
+def _kinds() -> Iterator[Kind]:
+    yield Kind("vanilla", "vanilla", "vanilla")
+    yield Kind("vanilla-sqrt_h", "vanilla", "matched", scale="sqrt_h")
+    yield Kind("vanilla-sqrt_2.5h", "vanilla", "matched", scale="sqrt_2.5h")
+    yield Kind("vanilla-deeper", "vanilla", "matched", scale="sqrt_2.5h", deeper=2)
+    yield Kind("loop", "loop", "loop", {"extra_passes": STEPS})
+    yield Kind("pause", "pause", "pause", {"pauses": STEPS})
+    yield Kind("ponderlm", "ponderlm", "ponderlm", {"steps": STEPS})
+    drawn = {"jacobi": 3, "jacobi_from": 2, "jacobi_to": 3}
+    yield Kind("ponderlm2", "ponderlm2", "ponderlm2", {"latents": 1, **drawn})
+    latents = {"latents": 2, **drawn}
+    for t in TARGETS:
+        yield _budgeted("adaponderlm", "ponderlm", {"steps": STEPS}, t)
+        yield _budgeted("adaptive_cot", "ponderlm2", {"steps": STEPS}, t)
+        yield _budgeted("ponderlm3", "ponderlm2", latents, t)
+        for by in ("random", "position"):
+            depth = {"steps": STEPS, "depth": round(t * (STEPS + 1), 3), "by": by}
+            yield Kind(f"pruned-{by}-{t}", "pruned_ponderlm", "ponderlm", depth, target=t)
+    yield Kind("ponderlm3", "ponderlm3", "ponderlm2", latents)
+    saved = {"steps": STEPS, "bottom_share": 0.1}
+    yield Kind("adaponderlm-paper", "adaponderlm", "ponderlm", saved, ramped=True)
+    yield Kind("adaptive_cot-paper", "adaptive_cot", "ponderlm2", {"steps": STEPS})
+
+
+def _budgeted(method: str, family: str, options: dict[str, Any], target: float) -> Kind:
+    known = {f.name for f in fields(methods()[method].Options)}
+    why = "" if "target" in known else f"{method} has no option that holds a budget"
+    ramped = {"ramp_start", "ramp_end"} <= known
+    return Kind(f"{method}-{target}", method, family, {**options, "target": target}, "auto", 1, target, ramped, why)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run of the study."""
+
+    kind: Kind
+    size: str
+    seed: int
+    factor: float
+    """On the family's learning rate."""
+    tokens: int
+
+    @property
+    def name(self) -> str:
+        """Of its result and its run folder."""
+        told = "" if self.tokens == SIZES[self.size].tokens else f".{self.tokens / 1e6:g}M"
+        return f"{self.size}{told}.{self.short}"
+
+    @property
+    def short(self) -> str:
+        """The name without size and tokens."""
+        return f"{self.kind.name}.lr{self.lr:g}.seed{self.seed}"
+
+    @cached_property
+    def lr(self) -> float:
+        """Peak learning rate."""
+        return LEARNING_RATES[self.kind.family] * self.factor
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps."""
+        size = SIZES[self.size]
+        return -(-self.tokens // (size.batch * size.length))
+
+    def config(self, corpus: Corpus, run: str, cuda: bool) -> dict[str, Any]:
+        """The run's configuration, as a file would give it."""
+        s, k = SIZES[self.size], self.kind
+        layers, steps = s.layers * k.deeper, self.steps
+        options = dict(k.options)
+        if k.method == "pause":
+            options["pause_token_id"] = s.vocab - 1
+        if k.ramped:
+            options |= {"ramp_start": round(0.1 * steps), "ramp_end": round(0.4 * steps)}
+        model: dict[str, Any] = {
+            "family": "llama", "num_layers": layers, "hidden_size": s.hidden, "num_heads": s.heads,
+            "vocab_size": s.vocab, "max_positions": s.length, "tie_embeddings": False,
+        }  # fmt: skip
+        if k.scale != "auto":
+            model |= {"embedding_scale": k.scale, "init": "trunc_normal", "init_output_scale": (2 * layers) ** -0.5}
+        looks = min(20, steps)
+        return {
+            "run": run,
+            "model": model,
+            "ponder": {"method": k.method, "options": options},
+            "data": {
+                "train": [corpus.path("train")], "valid": [corpus.path("heldout")], "sequence_length": s.length,
+                "tokenizer": corpus.path("tokenizer.json"), "shuffle_seed": ORDER,
+            },
+            "precision": {"dtype": "bf16" if cuda else "fp32"},
+            "optimizer": {"lr": self.lr},
+            "schedule": {"kind": "cosine", "warmup_fraction": 0.05, "min_lr_fraction": 0.1},
+            "train": {
+                "steps": steps, "global_batch": s.batch, "micro_batch": s.batch, "seed": self.seed,
+                "eval_every": max(1, steps // looks), "eval_batches": 8,
+            },
+            "checkpoint": {"every": max(1, steps // 8), "keep_last": 1},
+            "logging": {"every": max(1, steps // 200), "tensorboard": False},
+        }  # fmt: skip
+
+
+def rows(size: str, tokens: int | None = None) -> list[Row]:
+    """All rows of a size, the order in which they are run: every kind once, then rates, then seeds."""
+    kinds, budget = list(_kinds()), SIZES[size].tokens if tokens is None else tokens
+    first = [Row(k, size, SEEDS[0], 1.0, budget) for k in kinds]
+    seen: set[str] = set()
+    heads = [k for k in kinds if not (k.family in seen or seen.add(k.family))]  # type: ignore[func-returns-value]
+    rates = [Row(k, size, SEEDS[0], f, budget) for k in heads for f in GRID if f != 1.0]
+    seeds = [Row(k, size, seed, 1.0, budget) for seed in SEEDS[1:] for k in kinds]
+    return [*first, *rates, *seeds]

@@ -1,0 +1,96 @@
+"""One row, in a process of its own: train (or go on), evaluate, write its JSON.
+
+python -m benchmarks.study.run ROW.json     (the queue writes that file and starts this)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.study import evaluation
+from megaponder.monitor import jsonl
+
+STOPPED = 75
+"""The row was asked to stop; its checkpoint waits for the next start."""
+CURVE = ("needed_flops", "executed_flops", "training_seconds", "ponder_valid_mean_depth")
+
+
+def main(path: Path) -> int:
+    """Exit code: 0 done, STOPPED, or that of a failed training."""
+    task = json.loads(path.read_text())
+    begin = time.time()
+    run = Path(task["config"]["run"])
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "study.yaml").write_text(json.dumps(task["config"]))  # which is YAML, too
+    with open(run / "train.log", "ab") as log:
+        train = subprocess.Popen(
+            [sys.executable, "-m", "megaponder", "train", str(run / "study.yaml")], stdout=log, stderr=log
+        )
+        signal.signal(signal.SIGTERM, lambda *_: train.send_signal(signal.SIGTERM))
+        evaluation.prepare()  # meanwhile
+        code = train.wait()
+    if code == 143:
+        return STOPPED
+    if code:
+        return code
+    found = evaluation.evaluate(run, task["corpus"])
+    result = task["row"] | summary(run, task) | found | {"wall_seconds": time.time() - begin}
+    out = Path(task["out"])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
+    partial.write_text(json.dumps(result, indent=1) + "\n")
+    partial.replace(out)
+    return 0
+
+
+def summary(run: Path, task: dict[str, Any]) -> dict[str, Any]:
+    """What the row's metrics and its evaluation tell."""
+    from benchmarks.report import origin
+
+    rows = jsonl.read(run / jsonl.NAME)
+    looks = [r for r in rows if "validation_loss" in r]
+    curve = [
+        {"step": r["step"], "tokens": r["tokens"], "loss": r["validation_loss"], **{k: r[k] for k in CURVE if k in r}}
+        for r in looks
+    ]
+    last = looks[-1]
+    return {
+        "origin": origin(),
+        "command": task["command"],
+        "corpus": task["corpus"],
+        "epochs": last["tokens"] / task["corpus"]["train_tokens"],
+        "config": task["config"],
+        "needed_flops": last.get("needed_flops"),
+        "executed_flops": last.get("executed_flops"),
+        "training_seconds": last.get("training_seconds"),
+        "depth_in_training": [
+            {"step": r["step"], "depth": r["ponder_mean_depth"]} for r in rows if "ponder_mean_depth" in r
+        ],
+        "curve": curve,
+    }
+
+
+def task(row: Any, corpus: Any, run: Path, out: Path, cuda: bool, command: str) -> dict[str, Any]:
+    """What `main` reads."""
+    return {
+        "row": {
+            "name": row.name, "kind": row.kind.name, "method": row.kind.method, "size": row.size, "seed": row.seed,
+            "lr": row.lr, "target": row.kind.target, "family": row.kind.family, "tokens": row.tokens,
+        },
+        "corpus": asdict(corpus),
+        "config": row.config(corpus, str(run), cuda),
+        "out": str(out),
+        "command": command,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,95 @@
+"""In what compared runs differ besides their method: each of these may explain a result as well as the method does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megaponder.compare.results import Group, Result
+from megaponder.config.fields import all_fields, value_of
+from megaponder.config.schema import RunConfig
+from megaponder.ponder.settings import embedding_scale, initialisation, method_of
+
+SEEDS = ("train.seed",)
+"""What may differ within a group."""
+LEFT_OUT = (
+    "run", "model.preset", "model.embedding_scale", "model.init", "model.init_std", "model.init_output_scale",
+    "data.cache", "data.tokenizer", "train.eval_every", "train.deterministic", "precision.cuda_graphs",
+    "precision.grad_accum_fusion",
+)  # fmt: skip
+"""Fields that name places, or that others settle; what follows from them is compared instead (`_settled`)."""
+SECTIONS_LEFT_OUT = ("ponder", "parallel", "checkpoint", "faults", "logging")
+"""The method itself, and what changes no number."""
+
+
+def settings(cfg: RunConfig) -> dict[str, Any]:
+    """All settings of a resolved configuration that a comparison must match, by name."""
+    fields = {
+        name: value_of(cfg, name)
+        for name in all_fields()
+        if name not in LEFT_OUT and name.partition(".")[0] not in SECTIONS_LEFT_OUT
+    }
+    return fields | _settled(cfg)
+
+
+def _settled(cfg: RunConfig) -> dict[str, Any]:
+    """What the method settles where the configuration says `auto`."""
+    method = method_of(cfg)
+    family, std, factor = initialisation(cfg, method)
+    return {
+        "embedding scale": round(embedding_scale(cfg, method), 6),
+        "initialisation": f"{family}, std {std:.4g}, output projections x {factor:.4g}",
+    }
+
+
+def labels(results: Sequence[Result]) -> dict[str, str]:
+    """A short label of each run: its method, what of its options and settings tells it from others, never its seed."""
+    known = {r.name: _identity(r) for r in results}
+    labels = {}
+    for result in results:
+        same = [r for r in results if r.method == result.method]
+        words = [
+            f"{name.rpartition('.')[2]} {_short(known[result.name].get(name))}"
+            for name in sorted({n for r in same for n in known[r.name]})
+            if len({repr(known[r.name].get(name)) for r in same}) > 1
+        ]
+        labels[result.name] = ", ".join([result.method, *words])
+    return labels
+
+
+def _identity(result: Result) -> dict[str, Any]:
+    """Settings and options but the seeds."""
+    assert result.config is not None
+    own = {n: v for n, v in settings(result.config).items() if n not in SEEDS and n != "data.shuffle_seed"}
+    return own | {f"ponder.{name}": value for name, value in vars(method_of(result.config).options).items()}
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def warnings(groups: Sequence[Group]) -> list[str]:
+    """A sentence for each setting besides the method in which the groups differ."""
+    known = {g.label: settings(g.first.config) for g in groups if g.first.config is not None}
+    if len(known) < 2:
+        return []
+    said = []
+    for name in sorted({n for values in known.values() for n in values if n not in SEEDS}):
+        by_value: dict[str, list[str]] = {}
+        for label, values in known.items():
+            by_value.setdefault(_short(values.get(name)), []).append(label)
+        if len(by_value) > 1 and not (name == "data.shuffle_seed" and _follows_seed(groups)):
+            said.append(_sentence(name, by_value))
+    return said
+
+
+def _follows_seed(groups: Sequence[Group]) -> bool:
+    """Whether every run's order of text comes from its own seed, so that groups differ in it as their seeds do."""
+    configs = [r.config for g in groups for r in g.results if r.config is not None]
+    seeds = [sorted(r.config.train.seed for r in g.results if r.config is not None) for g in groups]
+    return all(c.data.shuffle_seed == c.train.seed for c in configs) and all(s == seeds[0] for s in seeds)
+
+
+def _sentence(name: str, by_value: Mapping[str, Sequence[str]]) -> str:
+    parts = [f"{value} ({', '.join(members)})" for value, members in by_value.items()]
+    return f"{name} differs: {'; '.join(parts)}."

@@ -1,0 +1,217 @@
+"""What a comparison knows of a run, and runs that differ in their seed alone as one group."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megaponder.config.load import load_config
+from megaponder.config.resolve import resolve
+from megaponder.config.schema import RunConfig
+from megaponder.errors import UserError
+from megaponder.monitor import jsonl
+from megaponder.plan.build import own_parameters
+from megaponder.plan.flops import inference_flops, mean_executed, mean_needed
+from megaponder.plan.parameters import model_parameters
+from megaponder.ponder.settings import method_of
+
+EVALUATION = "eval.json"
+"""In a run folder: what `megaponder eval RUN --json RUN/eval.json` has found."""
+X = ("tokens", "needed", "executed", "seconds")
+"""What a loss can be drawn over."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A held-out loss in training, and what had been spent on it."""
+
+    tokens: int
+    loss: float
+    """Nats per token."""
+    needed: float
+    """Training FLOPs."""
+    executed: float
+    seconds: float | None
+    """Training time; None where the run does not tell."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The trained model with other thresholds or passes."""
+
+    variant: str
+    flops: float
+    """Forward FLOPs of a token in decoding."""
+    loss: float
+
+    @property
+    def halting(self) -> bool | None:
+        """Whether it halts at other thresholds, else it has other passes; None for the model as it was trained."""
+        return None if self.variant == "as trained" else "pass" not in self.variant
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run."""
+
+    name: str
+    method: str
+    points: tuple[Point, ...]
+    inference: float
+    """Forward FLOPs of a token in decoding, at the depth of the last evaluation."""
+    parameters: int | None
+    depth: float | None = None
+    """Mean passes of a held-out token, where tokens halt."""
+    by_depth: Mapping[int, float] = field(default_factory=dict)
+    """Held-out loss of the tokens of each depth; where none halts, loss read out after each pass."""
+    whole: float | None = None
+    """Loss over more held-out text than the evaluations in training read, where it was measured."""
+    bits_per_byte: float | None = None
+    sweep: tuple[Sweep, ...] = ()
+    config: RunConfig | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def last(self) -> Point:
+        """The last evaluation."""
+        return self.points[-1]
+
+    @property
+    def loss(self) -> float:
+        """The one to judge by."""
+        return self.last.loss if self.whole is None else self.whole
+
+    def value(self, name: str) -> float | None:
+        """One number by its name: of the run, or of its last evaluation."""
+        found: float | None = getattr(self, name) if hasattr(self, name) else getattr(self.last, name)
+        return found
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that are one but for their seeds."""
+
+    label: str
+    results: tuple[Result, ...]
+
+    @property
+    def first(self) -> Result:
+        """The run whose settings stand for all."""
+        return self.results[0]
+
+    def of(self, value: str) -> list[float]:
+        """`Result.value` of each run; what is not known is left out."""
+        return [v for v in (r.value(value) for r in self.results) if v is not None]
+
+    def mean(self, value: str) -> float | None:
+        """Mean over runs."""
+        values = self.of(value)
+        return statistics.fmean(values) if values else None
+
+    def spread(self, value: str) -> float | None:
+        """Standard deviation over runs; None for a single one."""
+        values = self.of(value)
+        return statistics.stdev(values) if len(values) > 1 else None
+
+    def curve(self, x: str) -> list[tuple[float, float, float, float]]:
+        """(x, mean loss, smallest, largest) where all runs were evaluated after as many tokens."""
+        known = [{p.tokens: p for p in r.points} for r in self.results]
+        rows = []
+        for tokens in sorted(set.intersection(*(set(points) for points in known))):
+            points = [k[tokens] for k in known]
+            places = [v for v in (getattr(p, x) for p in points) if v is not None]
+            if len(places) == len(points):
+                losses = [p.loss for p in points]
+                rows.append((statistics.fmean(places), statistics.fmean(losses), min(losses), max(losses)))
+        return rows
+
+
+def read_run(run: Path) -> Result:
+    """A run folder's result; UserError for a folder without rows, evaluations or configuration."""
+    series = jsonl.of_run(run)
+    looks = [r for r in series.rows if "validation_loss" in r]
+    if not looks:
+        raise UserError(f"{run} has no validation_loss in {jsonl.NAME}: set train.eval_batches above 0.")
+    if not (run / "config.yaml").is_file():
+        raise UserError(f"{run / 'config.yaml'} is missing: a comparison needs the run's configuration.")
+    cfg = resolve(load_config(run / "config.yaml", []))
+    method = method_of(cfg)
+    needed, executed = mean_needed(cfg, method), mean_executed(cfg, method)
+    notes = tuple(f"{run}: {sentence}" for sentence in series.sentences())
+    if any("needed_flops" not in r for r in looks):
+        notes += (f"{run}: its rows do not tell FLOPs, so they are tokens times the plan's mean, as if none halted.",)
+    points = tuple(
+        Point(
+            int(r["tokens"]), r["validation_loss"], r.get("needed_flops", needed * r["tokens"]),
+            r.get("executed_flops", executed * r["tokens"]), r.get("training_seconds"),
+        )
+        for r in looks
+    )  # fmt: skip
+    last = looks[-1]
+    active = _numbered(last, "ponder_valid_active_pass")
+    told = _evaluation(run)
+    return Result(
+        name=str(run),
+        method=cfg.ponder.method,
+        points=points,
+        inference=inference_flops(cfg, method, [active[k] for k in sorted(active)]),
+        parameters=model_parameters(cfg, own_parameters(method, cfg.model.num_layers or 0)).total,
+        depth=last.get("ponder_valid_mean_depth"),
+        by_depth=_numbered(last, "ponder_valid_loss_depth") or _by_pass(last),
+        bits_per_byte=told[0],
+        sweep=told[1],
+        config=cfg,
+        notes=notes,
+    )
+
+
+def _numbered(row: Mapping[str, Any], prefix: str) -> dict[int, float]:
+    """Values of a series of names, by their numbers."""
+    found = {n.removeprefix(prefix): v for n, v in row.items() if n.startswith(prefix)}
+    return {int(n): v for n, v in sorted(found.items(), key=lambda item: item[0]) if n.isdecimal()}
+
+
+def _by_pass(row: Mapping[str, Any]) -> dict[int, float]:
+    """Loss read out after each pass, the last one among them."""
+    earlier = _numbered(row, "ponder_valid_loss_pass")
+    return {**{k + 1: loss for k, loss in earlier.items()}, len(earlier) + 1: row["validation_loss"]}
+
+
+def _evaluation(run: Path) -> tuple[float | None, tuple[Sweep, ...]]:
+    """Bits per byte of the model as it is, and its variants."""
+    path = run / EVALUATION
+    if not path.is_file():
+        return None, ()
+    try:
+        results = json.loads(path.read_text())["results"]
+        sweep = tuple(
+            Sweep(r["variant"] or "as trained", r["together"]["flops_per_token"], r["together"]["loss"])
+            for r in results
+        )
+        return results[0]["together"]["bits_per_byte"], sweep
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise UserError(f"{path} is not what `megaponder eval --json` writes ({error}).") from None
+
+
+def grouped(results: Sequence[Result], labels: Mapping[str, str]) -> list[Group]:
+    """Groups in the order of their first runs; `labels` by the name of a run."""
+    made: dict[str, list[Result]] = {}
+    for result in results:
+        made.setdefault(labels[result.name], []).append(result)
+    return [Group(label, tuple(members)) for label, members in made.items()]
+
+
+def notes_of(groups: Iterable[Group]) -> list[str]:
+    """What has to be said of the groups' runs."""
+    said: list[str] = []
+    for group in groups:
+        for result in group.results:
+            said += result.notes
+        if len(group.results) > 1 and len({p.tokens for r in group.results for p in [r.last]}) > 1:
+            ends = ", ".join(f"{r.last.tokens:,}" for r in group.results)
+            said.append(f"The runs of {group.label} end after different numbers of tokens: {ends}.")
+    return said

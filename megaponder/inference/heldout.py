@@ -1,0 +1,221 @@
+"""Loss of a model over whole held-out datasets: every token that counts is a target exactly once.
+
+A dataset is read in the order in which it is stored, behind one end-of-document token, and cut into windows of the
+model's sequence length that do not overlap; the last one is filled up with positions that do not count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from megaponder.config.schema import RunConfig
+from megaponder.data.batch import MicroBatch, make_micro_batch
+from megaponder.data.indexed import Index, read_index
+from megaponder.data.info import read_meta
+from megaponder.engine import depth
+from megaponder.errors import ConfigError, UserError
+from megaponder.plan.flops import inference_flops
+from megaponder.ponder.settings import method_of, table_rows
+
+if TYPE_CHECKING:
+    from megaponder.engine.step import Engine
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a model makes of a text."""
+
+    targets: int
+    """Tokens that count."""
+    nats: float
+    """Their negative log-likelihoods, summed."""
+    text_bytes: int | None
+    """UTF-8 bytes of the text; None where the dataset does not tell, or only a part of it was read."""
+    means: Mapping[str, float]
+    """Statistics of the method, as means over the targets (`engine.depth`)."""
+    flops: float
+    """Forward FLOPs of a token in decoding, at the depth that the tokens had."""
+
+    @property
+    def loss(self) -> float:
+        """Nats per target."""
+        return self.nats / max(1, self.targets)
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the loss."""
+        return math.exp(min(self.loss, 700.0))
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits of all targets per byte of text; with a tokenizer of any size, the same measure."""
+        return self.nats / math.log(2) / self.text_bytes if self.text_bytes else None
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """`engine.depth.metrics`, and the losses read out after earlier passes."""
+        return depth.metrics(self.means, self.loss)
+
+    def values(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        told = {"loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
+        return {**told, "targets": self.targets, "bytes": self.text_bytes, "flops_per_token": self.flops, **self.stats}
+
+
+def together(scores: Sequence[Score]) -> Score:
+    """The score of all texts as one."""
+    targets = sum(s.targets for s in scores)
+    known = [s.text_bytes for s in scores if s.text_bytes is not None]
+    names = scores[0].means.keys()
+    return Score(
+        targets,
+        sum(s.nats for s in scores),
+        sum(known) if len(known) == len(scores) else None,
+        {n: sum(s.means[n] * s.targets for s in scores) / max(1, targets) for n in names},
+        sum(s.flops * s.targets for s in scores) / max(1, targets),
+    )
+
+
+def read_model(path: str | Path) -> tuple[RunConfig, dict[str, Tensor]]:
+    """Configuration and weights of a checkpoint, of a run's newest one, or of an export (or other) folder."""
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        from megaponder.checkpoint.weights import load_weights
+
+        return load_weights(folder)
+    from megaponder.export import folder as hf_folder
+    from megaponder.export import names
+    from megaponder.export.from_hf import run_config, to_plain
+    from megaponder.export.load import refuse_too_large
+
+    hf = hf_folder.read_json(folder, "config.json")
+    cfg = run_config(hf, folder, folder, frozenset())
+    if cfg.data.eod_id is None:
+        cfg = replace(cfg, data=replace(cfg.data, loss_mask="plain"))
+    tensors = hf_folder.read_weights(folder)
+    refuse_too_large(folder, hf, tensors)
+    plain = to_plain(hf, tensors, cfg)
+    return cfg, names.to_stage(plain, cfg.model, table_rows(cfg))
+
+
+def datasets(cfg: RunConfig, named: Sequence[str]) -> dict[str, str]:
+    """Datasets by name, from words NAME=PREFIX or PREFIX; without any, those of data.valid.
+
+    Raises UserError where there is none, or for one that the model has no embeddings for.
+    """
+    from megaponder.data.blend import parse_blend, prefix_of
+
+    if not named:
+        found = {Path(s.path).name: s.path for s in parse_blend(cfg.data.valid, "data.valid")}
+        if not found:
+            raise UserError("--data is missing: name held-out datasets, as --data NAME=PREFIX, for the run has none.")
+    else:
+        found = {}
+        for word in named:
+            name, _, prefix = word.rpartition("=")
+            prefix = prefix_of(prefix)
+            name = name or Path(prefix).name
+            if found.setdefault(name, prefix) != prefix:
+                raise UserError(f"--data {word}: the name {name} is given twice; name each dataset by itself.")
+    for prefix in found.values():
+        index = read_index(prefix)
+        meta = read_meta(index)
+        largest = meta.max_id if meta else index.max_id()
+        assert cfg.model.vocab_size is not None
+        if largest >= cfg.model.vocab_size:
+            rule = f"it has token id {largest}, and the model has {cfg.model.vocab_size}"
+            raise ConfigError("--data", prefix, rule, "prepare the text with the model's own tokenizer")
+    return found
+
+
+def windows(
+    index: Index, length: int, eod_id: int | None, limit: int | None = None, skip: int = 0
+) -> Iterator[tuple[np.ndarray, int]]:
+    """(length + 1 token ids, targets that are real) one after another; `limit` targets at most, after `skip` others."""
+    ids = np.memmap(index.prefix + ".bin", dtype=index.dtype, mode="r", shape=(index.tokens,))
+    ahead = 0 if eod_id is None else 1  # the first token is then a target, too
+    total = index.tokens + ahead - 1 if limit is None else min(skip + limit, index.tokens + ahead - 1)
+    for begin in range(skip, total, length):
+        real = min(length, total - begin)
+        first = begin - ahead
+        part = ids[max(0, first) : first + real + 1].astype(np.int64)
+        if first < 0:
+            part = np.concatenate([[eod_id], part])
+        yield np.pad(part, (0, length - real)), real
+
+
+def batches(
+    index: Index, cfg: RunConfig, batch: int, length: int, limit: int | None = None, skip: int = 0
+) -> Iterator[tuple[MicroBatch, int]]:
+    """Micro-batches of `batch` windows, the last one filled up, and how many tokens of each count."""
+    waiting: list[tuple[np.ndarray, int]] = []
+
+    def made() -> tuple[MicroBatch, int]:
+        filled = [*waiting, *[(np.zeros(length + 1, np.int64), 0)] * (batch - len(waiting))]
+        out = make_micro_batch(np.stack([text for text, _ in filled]), cfg.data.loss_mask, cfg.data.eod_id)
+        for row, (_, real) in enumerate(filled):
+            out.loss_mask_bn[row, real:] = 0.0
+        return out, int(out.loss_mask_bn.sum())
+
+    for window in windows(index, length, cfg.data.eod_id, limit, skip):
+        waiting.append(window)
+        if len(waiting) == batch:
+            yield made()
+            waiting = []
+    if waiting:
+        yield made()
+
+
+def score(
+    engine: Engine,
+    cfg: RunConfig,
+    prefix: str,
+    batch: int = 8,
+    length: int | None = None,
+    limit: int | None = None,
+    skip: int = 0,
+) -> Score:
+    """The score of a dataset under a one-process engine, or under one of any layout whose data-parallel size is 1.
+
+    `limit`: only so many targets, after `skip` others.
+    """
+    index = read_index(prefix)
+    meta = read_meta(index) if not skip and (limit is None or limit >= index.tokens) else None
+    length = length or cfg.data.sequence_length
+    sums: dict[str, float] = {"loss": 0.0}
+    targets = 0
+    for micro_batch, count in batches(index, cfg, batch, length, limit, skip):
+        out = engine.forward_backward([micro_batch], 0, train=False)
+        targets += count
+        for name, mean in {"loss": out.loss, **out.stats}.items():
+            sums[name] = sums.get(name, 0.0) + mean * count
+    if targets == 0:
+        raise UserError(f"{prefix}: no token of it counts as a target under data.loss_mask = {cfg.data.loss_mask}.")
+    nats = sums.pop("loss")
+    means = {name: value / targets for name, value in sums.items()}
+    method = method_of(cfg)
+    active = depth.active_shares(depth.metrics(means, nats / targets))
+    flops = inference_flops(replace(cfg, data=replace(cfg.data, sequence_length=length)), method, active)
+    return Score(targets, nats, meta.text_bytes if meta else None, means, flops)
+
+
+def score_all(
+    cfg: RunConfig,
+    state: dict[str, Tensor],
+    named: Mapping[str, str],
+    batch: int = 8,
+    length: int | None = None,
+    limit: int | None = None,
+) -> dict[str, Score]:
+    """Scores of several datasets under a whole model in this process, in FP32; `limit` targets of each."""
+    from megaponder.export import reference
+
+    with reference.engine(cfg, state) as engine:
+        return {name: score(engine, cfg, prefix, batch, length, limit) for name, prefix in named.items()}

@@ -1,0 +1,101 @@
+"""The same weights with other thresholds or numbers of passes: what `megaponder eval` and the study sweep over."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from megaponder.config.schema import RunConfig
+from megaponder.errors import ConfigError
+from megaponder.ponder.settings import method_of
+
+if TYPE_CHECKING:
+    from megaponder.engine.step import Engine
+
+PASSES = {"ponderlm": ("steps", -1), "loop": ("extra_passes", -1), "adaptive_cot": ("steps", -1),
+          "adaponderlm": ("steps", -1), "confident_ponderlm": ("steps", -1)}  # fmt: skip
+"""Option that counts a method's passes, and what it lacks of their number."""
+GATES = ("adaponderlm",)
+"""Methods with parameters for each pass: they cannot run more passes than they were trained with."""
+
+
+def asked(cfg: RunConfig, thresholds: Sequence[float], passes: Sequence[int]) -> list[tuple[str, RunConfig]]:
+    """(label, configuration) of the model as it is, and with each of the thresholds and numbers of passes.
+
+    Raises ConfigError for a method that has none, and for a value that it cannot take.
+    """
+    made = [("as trained" if thresholds or passes else "", cfg)]
+    made += [(f"threshold {x:g}", with_threshold(cfg, x)) for x in thresholds]
+    made += [(f"{n} pass{'es' if n > 1 else ''}", with_passes(cfg, n)) for n in passes]
+    return made
+
+
+def with_threshold(cfg: RunConfig, threshold: float) -> RunConfig:
+    """Halting at another threshold; ponderlm exits by confidence."""
+    method, options = cfg.ponder.method, cfg.ponder.options
+    if method == "ponderlm" and not options.get("multiply_by_steps"):
+        kept: dict[str, Any] = {name: options[name] for name in ("steps", "topk") if name in options}
+        return _changed(cfg, "confident_ponderlm", {**kept, "threshold": float(threshold)})
+    if not hasattr(method_of(cfg).options, "threshold"):
+        raise ConfigError("--thresholds", threshold, f"method {method} has no threshold", "leave it out")
+    return _changed(cfg, method, {**options, "threshold": float(threshold)})
+
+
+def with_passes(cfg: RunConfig, passes: int) -> RunConfig:
+    """At most so many passes a token."""
+    method = cfg.ponder.method
+    if method not in PASSES or cfg.ponder.options.get("multiply_by_steps"):
+        rule = f"method {method} has no number of passes that may differ from training"
+        raise ConfigError("--passes", passes, rule, "leave it out")
+    option, less = PASSES[method]
+    trained = getattr(method_of(cfg).options, option) - less
+    if passes > trained and method in GATES:
+        raise ConfigError("--passes", passes, f"{method} has gates for {trained} passes", f"use {trained}")
+    if passes < 1:
+        raise ConfigError("--passes", passes, "it must be at least 1", "use 1")
+    if passes + less < 1:
+        return _one_pass(cfg)
+    return _changed(cfg, method, {**cfg.ponder.options, option: passes + less})
+
+
+def fit_threshold(
+    engine: Engine, cfg: RunConfig, prefix: str, depth: float, batch: int, limit: int, tries: int = 16
+) -> float:
+    """The threshold at which the first `limit` targets of a dataset have this mean depth, as nearly as one has it.
+
+    By bisection of the threshold's logit.  The engine holds the model of `cfg` and is left with that threshold.
+    """
+    from megaponder.inference.heldout import score
+
+    options = engine.stage.method.options
+
+    def measured(logit: float) -> float:
+        options.threshold = 1 / (1 + math.exp(-logit))
+        return score(engine, cfg, prefix, batch, None, limit).stats["mean_depth"]
+
+    low, high = -20.0, 20.0
+    rises = measured(high) > measured(low)  # a higher threshold is a later exit by confidence, but a shut gate
+    for _ in range(tries):
+        middle = (low + high) / 2
+        low, high = (low, middle) if (measured(middle) > depth) == rises else (middle, high)
+    best = min((low, high), key=lambda logit: abs(measured(logit) - depth))
+    measured(best)
+    return float(options.threshold)
+
+
+def _one_pass(cfg: RunConfig) -> RunConfig:
+    """One pass is vanilla with the method's embedding scale."""
+    from megaponder.ponder.settings import embedding_scale
+
+    out = _changed(cfg, "vanilla", {})
+    out.model.embedding_scale = embedding_scale(cfg, method_of(cfg))
+    return out
+
+
+def _changed(cfg: RunConfig, method: str, options: dict[str, Any]) -> RunConfig:
+    out = copy.deepcopy(cfg)
+    out.ponder.method, out.ponder.options = method, options
+    method_of(out)  # refuses what the method cannot take
+    return out

@@ -1,0 +1,87 @@
+"""The study at its smallest size: rows side by side, cut off, resumed, evaluated; the same text for all."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from benchmarks.study import corpus
+from benchmarks.study.__main__ import chosen, main
+from benchmarks.study.rows import SIZES, rows
+from megaponder.errors import UserError
+
+WORDS = "one thinks twice before the other speaks and then once more of it".split()  # noqa: SIM905
+
+
+def write(folder: Path, documents: int = 150) -> Path:
+    dice = random.Random(1)
+    folder.mkdir()
+    for part, count in (("train", documents), ("heldout", documents // 5)):
+        lines = []
+        for i in range(count):
+            text = " ".join(dice.choices(WORDS, k=120)) + "."
+            lines.append(json.dumps({"text": text, "source": f"s{i % 3}", "cat": ("prose", "gov law")[i % 2]}))
+        (folder / f"{part}.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "SOURCES.md").write_text("# where it comes from\n")
+    return folder
+
+
+def test_the_first_part_of_every_source(tmp_path: Path) -> None:
+    folder = write(tmp_path / "c")
+    whole, share = corpus.first_part(folder, None)
+    assert share == 1.0 and len(whole) == 150
+    part, share = corpus.first_part(folder, 0.4 * sum(len(d["text"]) for d in whole))
+    assert share == pytest.approx(0.4, abs=0.03)
+    counts = {s: sum(d["source"] == s for d in part) for s in ("s0", "s1", "s2")}
+    assert max(counts.values()) - min(counts.values()) <= 1
+    assert [d for d in whole if d in part] == part
+    packed = corpus.pack(folder, None, tmp_path / "packed")
+    assert corpus.first_part(packed, None)[0] == whole and (packed / "SOURCES.md").is_file()
+    with pytest.raises(UserError, match=r"there is no train.jsonl"):
+        corpus.first_part(tmp_path, None)
+    (folder / "train.jsonl").write_text('{"text": 3}\n')
+    with pytest.raises(UserError, match="line 1: it must be a JSON object"):
+        corpus.first_part(folder, None)
+
+
+def test_rows_differ_in_what_they_say_alone(tmp_path: Path) -> None:
+    folder = write(tmp_path / "c")
+    text = corpus.ready(folder, None, SIZES["tiny"].vocab - 1, tmp_path / "work", workers=1)
+    assert set(text.heldout) == {"all", "prose", "gov-law"} and "SOURCES.md" in text.files
+    every = rows("tiny")
+    assert len({row.name for row in every}) == len(every)
+    configs = {row.name: row.config(text, "run", cuda=False) for row in every}
+    for name, config in configs.items():
+        changes = {section: values for section, values in config.items() if values != configs[every[0].name][section]}
+        assert changes.keys() <= {"model", "ponder", "optimizer", "train"}, name
+        assert config["data"]["shuffle_seed"] == 1234
+    [first] = chosen("tiny", None, ["loop"])
+    assert first.short == "loop.lr0.003.seed1"
+    assert [r.seed for r in chosen("tiny", None, ["loop.lr0.003.*"])] == [1, 2, 3]
+    with pytest.raises(UserError, match="no row of size tiny has such a name"):
+        chosen("tiny", None, ["lop"])
+
+
+def test_a_row_trains_and_is_evaluated_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write(tmp_path / "c")
+    places = ["--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
+    words = ["--corpus", str(folder), "--size", "tiny", *places]
+    assert main([*words, "--rows", "ponderlm", "--minutes", "0.5"]) == 0
+    assert "not started" in capsys.readouterr().out  # it cannot end in time
+    assert main([*words, "--rows", "ponderlm"]) == 0
+    assert "ponderlm.lr0.003.seed1: done in " in capsys.readouterr().out
+    result = json.loads((tmp_path / "out" / "tiny.ponderlm.lr0.003.seed1.json").read_text())
+    assert result["curve"][-1]["tokens"] == 4096 and result["curve"][-1]["needed_flops"] == result["needed_flops"]
+    assert set(result["kinds"]) == {"prose", "gov-law"} and 0 < result["bits_per_byte"] < 8
+    assert result["corpus"]["files"]["train.jsonl"] == corpus.sha256(folder / "train.jsonl")
+    variants = {s["variant"].partition(",")[0]: s for s in result["sweep"]}
+    assert variants["passes 4"]["loss"] == pytest.approx(variants["as trained"]["loss"], rel=1e-6)
+    assert variants["share 0.6"]["depth"] < variants["share 0.9"]["depth"] < 4
+    assert main([*words, "--rows", "ponderlm"]) == 0
+    told = capsys.readouterr().out
+    assert "done before" in told and "started" not in told
+    assert main([*words, "--report"]) == 0
+    assert "| ponderlm " in (tmp_path / "out" / "tiny" / "compare.md").read_text()

@@ -1,0 +1,133 @@
+"""`megaponder compare`: groups of seeds, compute from the rows, every setting that differs, all its files."""
+
+from __future__ import annotations
+
+import csv
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaponder.cli.main import main
+from megaponder.compare import differences, results
+from megaponder.compare.figure import draw
+from megaponder.config.load import dump, from_mapping
+from megaponder.config.resolve import resolve
+from megaponder.errors import UserError
+from megaponder.plan.flops import mean_needed
+from megaponder.ponder.settings import method_of
+
+MODEL = {"family": "llama", "num_layers": 2, "hidden_size": 32, "num_heads": 2, "vocab_size": 64}
+LOSSES = {"vanilla": (4.0, 3.5, 3.2), "ponderlm": (4.2, 3.4, 3.0), "adaponderlm": (4.1, 3.45, 3.1)}
+
+
+def make(run: Path, method: str, seed: int = 1, shift: float = 0.0, flops: bool = True, **sections: Any) -> Path:
+    """A run folder as training leaves it: 10, 20 and 30 steps of 8 sequences of 16 tokens."""
+    values: dict[str, Any] = {
+        "run": str(run), "model": MODEL | sections.pop("model", {}), "ponder": {"method": method},
+        "data": {"train": ["text"], "sequence_length": 16}, "train": {"steps": 30, "global_batch": 8, "seed": seed},
+    }  # fmt: skip
+    for section, fields in sections.items():
+        values[section] = values.get(section, {}) | fields
+    cfg = resolve(from_mapping(values))
+    run.mkdir(parents=True)
+    dump(cfg, run / "config.yaml")
+    needed = mean_needed(cfg, method_of(cfg))
+    with open(run / "metrics.jsonl", "w") as file:
+        for step, loss in zip((10, 20, 30), LOSSES[method], strict=True):
+            row: dict[str, Any] = {"step": step, "sequences": 8 * step, "tokens": 128 * step, "loss": loss}
+            row |= {"validation_loss": loss + shift}
+            if method == "adaponderlm":
+                row |= {f"ponder_valid_active_pass{k}": 1.0 if k < 2 else 0.25 for k in range(4)}
+                row |= {
+                    "ponder_valid_mean_depth": 2.5,
+                    "ponder_valid_loss_depth2": 3.0,
+                    "ponder_valid_loss_depth4": 3.6,
+                }
+            if flops:
+                row |= {"needed_flops": 0.9 * needed * row["tokens"], "executed_flops": needed * row["tokens"]}
+                row |= {"training_seconds": 2.0 * step}
+            file.write(json.dumps(row) + "\n")
+    return run
+
+
+def test_two_runs_become_files_in_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [make(tmp_path / m, m) for m in LOSSES]
+    evaluation = {"loss": 3.0, "flops_per_token": 2e5, "bits_per_byte": 1.25}
+    fewer = {"variant": "1 pass", "together": {**evaluation, "loss": 3.3, "flops_per_token": 1e5}}
+    told = {"results": [{"variant": "as trained", "together": evaluation}, fewer]}
+    (runs[1] / "eval.json").write_text(json.dumps(told))
+    assert main(["compare", *map(str, runs), "--out", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    assert "| vanilla " in out and "3.2000" in out and "1.2500" in out
+    assert "warning: besides the method, embedding scale differs: 1 (vanilla); 5.657 (ponderlm, adaponderlm)." in out
+    assert "initialisation differs" in out and "data.train" not in out and "train.seed" not in out
+    folder = tmp_path / "out"
+    assert (folder / "compare.png").read_bytes().startswith(b"\x89PNG")
+    ElementTree.parse(folder / "compare.svg")
+    page = (folder / "compare.html").read_text()
+    assert "embedding scale differs" in page and "<svg" in page and "<script" not in page
+    assert r"\toprule" in (folder / "compare.tex").read_text() and "compare.png" in (folder / "compare.md").read_text()
+    rows = list(csv.DictReader((folder / "compare.csv").open()))
+    assert [r["method"] for r in rows] == ["vanilla", "ponderlm", "adaponderlm"] and float(rows[0]["tokens"]) == 3840
+    found = results.read_run(runs[2])
+    assert found.by_depth == {2: 3.0, 4: 3.6} and found.depth == 2.5
+    assert float(rows[2]["inference"]) < float(rows[1]["inference"])  # tokens that halt cost less
+    assert float(rows[1]["needed"]) == pytest.approx(0.9 * float(rows[1]["executed"]))
+
+
+def test_seeds_are_one_curve_with_its_spread(tmp_path: Path) -> None:
+    runs = [make(tmp_path / f"v{s}", "vanilla", seed=s, shift=0.1 * s) for s in (1, 2, 3)]
+    runs += [make(tmp_path / f"p{s}", "ponderlm", seed=s) for s in (1, 2, 3)]
+    found = [results.read_run(run) for run in runs]
+    groups = results.grouped(found, differences.labels(found))
+    assert [(g.label, len(g.results)) for g in groups] == [("vanilla", 3), ("ponderlm", 3)]
+    assert groups[0].mean("loss") == pytest.approx(3.4) and groups[0].spread("loss") == pytest.approx(0.1)
+    tokens, mean, low, high = groups[0].curve("tokens")[-1]
+    assert (tokens, mean, low, high) == pytest.approx((3840, 3.4, 3.3, 3.5))
+    assert not [w for w in differences.warnings(groups) if "seed" in w]  # the order of text follows the seeds in both
+    bands = [c for axes in draw(groups).axes[:2] for c in axes.collections]
+    assert len(bands) == 4
+
+
+def test_every_setting_that_differs_is_named(tmp_path: Path) -> None:
+    runs = [
+        make(tmp_path / "a", "vanilla", model={"embedding_scale": "sqrt_h", "init": "trunc_normal"}),
+        make(
+            tmp_path / "b", "ponderlm", optimizer={"lr": 1e-3}, schedule={"kind": "linear"}, data={"train": ["other"]}
+        ),
+        make(tmp_path / "c", "ponderlm", optimizer={"lr": 2e-3}, logging={"every": 3}, parallel={"timeout_minutes": 3}),
+    ]
+    found = [results.read_run(run) for run in runs]
+    labels = differences.labels(found)
+    assert list(labels.values())[1].startswith("ponderlm, ") and "lr 0.002" in labels[str(runs[2])]
+    said = differences.warnings(results.grouped(found, labels))
+    names = {sentence.partition(" differs")[0] for sentence in said}
+    assert names == {"optimizer.lr", "schedule.kind", "data.train", "initialisation"}  # scales are equal; x 0.5 is not
+    assert any("0.001 (ponderlm" in s and "0.0003 (vanilla)" in s for s in said)
+
+
+def test_runs_without_flops_are_told(tmp_path: Path) -> None:
+    run = make(tmp_path / "old", "vanilla", flops=False)
+    found = results.read_run(run)
+    assert found.config is not None
+    assert found.last.needed == pytest.approx(3840 * mean_needed(found.config, method_of(found.config)))
+    assert "do not tell FLOPs" in found.notes[0] and found.last.seconds is None
+
+
+def test_what_cannot_be_compared(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such run folder"):
+        results.read_run(tmp_path / "none")
+    run = make(tmp_path / "run", "vanilla")
+    (run / "eval.json").write_text("[]")
+    with pytest.raises(UserError, match="is not what `megaponder eval --json` writes"):
+        results.read_run(run)
+    (run / "config.yaml").unlink()
+    with pytest.raises(UserError, match=r"config.yaml is missing"):
+        results.read_run(run)
+    rows = (run / "metrics.jsonl").read_text().replace("validation_loss", "other")
+    (run / "metrics.jsonl").write_text(rows)
+    with pytest.raises(UserError, match="no validation_loss"):
+        results.read_run(run)

@@ -1,0 +1,128 @@
+"""`megaponder eval`: the loss of the exported model in transformers, on the same tokens; every token once; variants."""
+
+from __future__ import annotations
+
+import json
+import math
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megaponder.cli.main import main
+from megaponder.data.indexed import read_index
+from megaponder.errors import UserError
+from megaponder.export.to_hf import export
+from megaponder.inference import heldout, variants
+from tests.export import checkpoints, models
+from tests.training import datasets
+
+LENGTH = 16
+
+
+def written(prefix: Path, tokens: int, seed: int = 3) -> tuple[str, np.ndarray]:
+    """A dataset and its tokens behind one end-of-document token."""
+    datasets.write(prefix, tokens, seed, vocabulary=models.VOCAB - 1)
+    return str(prefix), np.concatenate([[datasets.EOD], np.fromfile(f"{prefix}.bin", np.uint16).astype(np.int64)])
+
+
+def in_transformers(net: torch.nn.Module, stream: np.ndarray) -> tuple[float, int]:
+    """Summed loss and number of targets that are no end of a document, in windows that do not overlap."""
+    total, targets = 0.0, 0
+    for begin in range(0, len(stream) - 1, LENGTH):
+        part = torch.from_numpy(stream[begin : begin + LENGTH + 1])[None]
+        with torch.no_grad():
+            logits = net(part[:, :-1], use_cache=False).logits.double()
+        losses = F.cross_entropy(logits[0], part[0, 1:], reduction="none")
+        counts = part[0, 1:] != datasets.EOD
+        total, targets = total + float(losses[counts].sum()), targets + int(counts.sum())
+    return total, targets
+
+
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [("llama", "ponderlm"), ("gpt2", "pause"), ("pythia", "adaponderlm"), ("llama", "adaptive_cot"),
+     ("pythia", "ponderlm2"), ("llama", "vanilla")],
+)  # fmt: skip
+def test_the_loss_of_the_export_in_transformers(family: str, method: str, tmp_path: Path) -> None:
+    checkpoints.make(family, method, tmp_path / "run", {"sequence_length": LENGTH})
+    export(tmp_path / "run", tmp_path / "hf", tokenizer_path="none")
+    from megaponder.export.load import load_folder
+
+    prefix, stream = written(tmp_path / "text", 5 * LENGTH + 7)
+    want, targets = in_transformers(load_folder(tmp_path / "hf"), stream)
+    for path in ("run", "hf"):
+        cfg, state = heldout.read_model(tmp_path / path)
+        [score] = heldout.score_all(cfg, state, {"text": prefix}, batch=2, length=LENGTH).values()
+        assert score.targets == targets
+        assert score.loss == pytest.approx(want / targets, rel=1e-5), path
+
+
+def test_every_token_is_a_target_once(tmp_path: Path) -> None:
+    prefix, stream = written(tmp_path / "text", 3 * LENGTH + 5)
+    seen = [w[1 : real + 1] for w, real in heldout.windows(read_index(prefix), LENGTH, datasets.EOD)]
+    np.testing.assert_array_equal(np.concatenate(seen), stream[1:])
+    without = [w[: real + 1] for w, real in heldout.windows(read_index(prefix), LENGTH, None)]
+    np.testing.assert_array_equal(np.concatenate([without[0][:1], *(w[1:] for w in without)]), stream[1:])
+    part = [w[1 : real + 1] for w, real in heldout.windows(read_index(prefix), LENGTH, datasets.EOD, 20, LENGTH)]
+    np.testing.assert_array_equal(np.concatenate(part), stream[LENGTH + 1 : LENGTH + 21])
+
+
+def test_the_command_tells_datasets_variants_and_flops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoints.make("llama", "ponderlm", tmp_path / "run", {"sequence_length": LENGTH})
+    one, _ = written(tmp_path / "one", 60)
+    two, _ = written(tmp_path / "two", 40, seed=4)
+    command = ["eval", str(tmp_path / "run"), "--data", f"a={one}", f"b={two}", "--passes", "1", "3"]
+    assert main([*command, "--thresholds", "0.99", "--json", str(tmp_path / "table.json")]) == 0
+    out = capsys.readouterr().out
+    assert "| 3 passes" in out and "together" in out and "| 1 pass " in out
+    told = {r["variant"]: r for r in json.loads((tmp_path / "table.json").read_text())["results"]}
+    assert list(told) == ["as trained", "threshold 0.99", "1 pass", "3 passes"]
+    whole = told["as trained"]["together"]
+    parts = told["as trained"]["data"]
+    assert whole["loss"] * whole["targets"] == pytest.approx(sum(p["loss"] * p["targets"] for p in parts.values()))
+    assert whole["perplexity"] == pytest.approx(math.exp(whole["loss"])) and whole["bits_per_byte"] is None
+    for same in ("3 passes", "threshold 0.99"):  # it has three passes, and is never that sure
+        assert told[same]["together"]["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+    # an early exit is what was read out after that pass
+    assert told["1 pass"]["together"]["loss"] == pytest.approx(whole["loss_pass0"], rel=1e-6)
+    assert told["1 pass"]["together"]["flops_per_token"] < whole["flops_per_token"] / 2
+
+
+def test_thresholds_are_fitted_to_a_mean_depth(tmp_path: Path) -> None:
+    from megaponder.export import reference
+
+    checkpoints.make("llama", "adaponderlm", tmp_path / "run", {"sequence_length": LENGTH})
+    prefix, _ = written(tmp_path / "text", 40 * LENGTH)
+    cfg, state = heldout.read_model(tmp_path / "run")
+    for depth in (1.5, 2.5, 3.5):
+        with reference.engine(cfg, state) as engine:
+            fitted = variants.fit_threshold(engine, cfg, prefix, depth, 8, 10_000)
+            score = heldout.score(engine, variants.with_threshold(cfg, fitted), prefix)
+        assert score.stats["mean_depth"] == pytest.approx(depth, abs=0.1)
+
+
+@pytest.mark.skipif(find_spec("lm_eval") is not None, reason="lm-eval is installed")
+def test_tasks_without_lm_eval_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", str(tmp_path), "--tasks", "piqa"]) == 2
+    assert 'pip install "megaponder[eval]"' in capsys.readouterr().err
+
+
+def test_what_cannot_be_evaluated(tmp_path: Path) -> None:
+    checkpoints.make("llama", "loop", tmp_path / "run", {"sequence_length": LENGTH})
+    cfg, _ = heldout.read_model(tmp_path / "run")
+    prefix = datasets.write(tmp_path / "foreign", 50, 1, vocabulary=90)
+    for words, sentence in (
+        ([], "--data is missing"),
+        ([prefix], "it has token id"),
+        ([f"a={prefix}", f"a={prefix}2"], "the name a is given twice"),
+        ([str(tmp_path / "none")], "no such file"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            heldout.datasets(cfg, words)
+    for options, sentence in ((([0.5], []), "has no threshold"), (([], [0]), "at least 1")):
+        with pytest.raises(UserError, match=sentence):
+            variants.asked(cfg, *options)
