@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import compare_commits
 from benchmarks.compare_commits import ROOT, cases, main, report
-from megaponder.ponder.base import methods
+from megaponder.ponder.registry import methods
 
 
 def test_every_method_has_a_case() -> None:

@@ -9,7 +9,7 @@ import pytest
 from megaponder.config.load import from_mapping
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import RunConfig
-from megaponder.plan.flops import attention_flops, mean_executed, mean_needed, step_flops
+from megaponder.plan.flops import attention_flops, inference_flops, mean_executed, mean_needed, step_flops
 from megaponder.ponder.settings import method_of
 
 
@@ -129,3 +129,17 @@ def test_random_plans_are_averaged() -> None:
             return 0.0
 
     assert mean_needed(cfg, Drawn()) == pytest.approx(1.5 * mean_needed(cfg, method))
+
+
+def test_a_decoded_token_costs_its_rows_once() -> None:
+    """llama-410m (24 x 1024, FFN 2816, 16 heads), 2048 tokens; 2 latents of PonderLM-2 make 3 rows a token."""
+    layers, h, ffn, n, vocab = 24, 1024, config("llama-410m").model.ffn_size, 2048, 50304
+    linear, head = 2 * layers * (4 * h * h + 3 * h * ffn), 2 * vocab * h
+    plain = config("llama-410m")
+    assert inference_flops(plain, method_of(plain)) == pytest.approx(linear + 2 * layers * h * (n + 1) + head)
+    cfg = config("llama-410m", "ponderlm2", latents=2)
+    rows = 3
+    expected = rows * linear + 4 * layers * h * rows * (rows * n + 1) / 2 + head
+    assert inference_flops(cfg, method_of(cfg)) == pytest.approx(expected, rel=1e-3)
+    half = inference_flops(cfg, method_of(cfg), [1.0, 0.5, 0.0])
+    assert half == pytest.approx(1.5 * linear + 4 * layers * h * 1.5 * (1.5 * n + 1) / 2 + head, rel=1e-3)
