@@ -38,11 +38,11 @@ def masked_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).permute(2, 0, 1, 3)
 
 
-def masked_union(core: attention.SdpaCore, *args: Any) -> Tensor:
+def masked_merged(core: attention.SdpaCore, *args: Any) -> Tensor:
     """The same call with the fused kernels out of reach."""
     possible, attention.fused_is_possible = attention.fused_is_possible, lambda q: False
     try:
-        return core.union(*args)
+        return core.merged(*args)
     finally:
         attention.fused_is_possible = possible
 
@@ -97,8 +97,8 @@ def main(argv: list[str] | None = None) -> None:
         keys, values = rest[:sets], rest[sets:]
         alive = [None] + [torch.rand(TOKENS, BATCH, device=DEVICE) < 0.7 for _ in range(sets - 1)]
         forms = {
-            "merged": lambda q=q, k=keys, v=values, a=alive: core.union(q, k, v, a),
-            "mask": lambda q=q, k=keys, v=values, a=alive: masked_union(core, q, k, v, a),
+            "merged": lambda q=q, k=keys, v=values, a=alive: core.merged(q, k, v, a),
+            "mask": lambda q=q, k=keys, v=values, a=alive: masked_merged(core, q, k, v, a),
         }
         results[f"{sets} key sets"] = timed(forms, [q, *rest], args.rounds)
 

@@ -17,9 +17,9 @@ from typing import Any
 
 warnings.simplefilter("ignore")
 
-from megaponder.engine import cpu  # noqa: E402
+from megaponder.engine import cuda_on_cpu  # noqa: E402
 
-cpu.install()
+cuda_on_cpu.install()
 
 from benchmarks.command import number, parser, script  # noqa: E402
 from megaponder.checkpoint.weights import load_weights  # noqa: E402

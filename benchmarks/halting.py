@@ -15,9 +15,9 @@ import sys
 import time
 from typing import Any
 
-from megaponder.engine import cpu
+from megaponder.engine import cuda_on_cpu
 
-cpu.install()
+cuda_on_cpu.install()
 
 import torch  # noqa: E402
 

@@ -172,7 +172,7 @@ class Zygote:
 
 def _serve() -> None:
     """The zygote: answer questions from standard input until it ends."""
-    import tests.preload  # noqa: F401
+    import tests.forkserver_preload  # noqa: F401
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

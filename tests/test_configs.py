@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from megaponder.config.facts import facts_of
 from megaponder.config.gpus import DEFAULT_GPU, GPUS
 from megaponder.config.load import load_config
+from megaponder.config.method_facts import facts_of
 from megaponder.config.resolve import resolve
 from megaponder.config.rules import check
 from megaponder.plan.build import build_plan

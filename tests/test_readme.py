@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megaponder.cli.main import main, parse
-from megaponder.config.facts import facts_of
 from megaponder.config.load import load_config
+from megaponder.config.method_facts import facts_of
 from megaponder.config.resolve import resolve
 from megaponder.config.rules import check
 from megaponder.ponder.settings import method_of

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from megaponder.checkpoint import manifest
 from megaponder.checkpoint.choose import choose, locate
 from megaponder.config import yaml_file
-from megaponder.config.facts import facts_of
 from megaponder.config.fields import accepts, all_fields
 from megaponder.config.load import from_mapping, load_config
+from megaponder.config.method_facts import facts_of
 from megaponder.config.resolve import resolve
 from megaponder.config.rules import Case, model
 from megaponder.config.schema import ModelConfig, RunConfig

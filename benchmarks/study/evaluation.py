@@ -20,9 +20,9 @@ PASSES = {"ponderlm": (1, 2, 3, 4, 5, 6), "loop": (1, 2, 3, 4, 5, 6)}
 
 def prepare() -> None:
     """The imports that take long; nothing touches a GPU."""
-    from megaponder.engine import cpu
+    from megaponder.engine import cuda_on_cpu
 
-    cpu.install()
+    cuda_on_cpu.install()
     import megaponder.engine.build
     import megaponder.inference.heldout  # noqa: F401
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megaponder.backbone.union import fused_is_possible, merged_causal
+from megaponder.backbone.merged_attention import fused_is_possible, merged_causal
 
 
 def _causal(rows_q: int, rows_k: int, device: torch.device) -> Tensor:
@@ -66,7 +66,7 @@ class SdpaCore(nn.Module):
             return self._attend(widen_query(q), *widen_key(k, v, key_bias, scale), scale)[..., :d]
         return self._attend(q, k, v, self.scale)
 
-    def union(
+    def merged(
         self,
         q: Tensor,
         keys: Sequence[Tensor],
@@ -92,7 +92,7 @@ class SdpaCore(nn.Module):
     def _merged(
         self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], alive: Sequence[Tensor | None]
     ) -> Tensor:
-        """`union` by one fused causal call per set; a key that does not exist gets a logit of -30000."""
+        """`merged` by one fused causal call per set; a key that does not exist gets a logit of -30000."""
         d, scale = q.shape[-1], self.scale or q.shape[-1] ** -0.5
         ready = []
         for k, v, exists in zip(keys, values, alive, strict=True):

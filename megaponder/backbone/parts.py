@@ -54,8 +54,8 @@ def _te_parts() -> Parts:
             out = super().forward(q, k, v, None, AttnMaskType.causal)
             return out.view(*q.shape[:2], q.shape[2], -1)
 
-        def union(self, *args: Any) -> Tensor:
-            return self._sdpa.union(*args)
+        def merged(self, *args: Any) -> Tensor:
+            return self._sdpa.merged(*args)
 
     return Parts(TELayerNormColumnParallelLinear, TERowParallelLinear, TeCore, TENorm, fused_norm=True)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megaponder.checkpoint import folder, manifest
-from megaponder.checkpoint.choose import Choice, Source, first_whole, named
+from megaponder.checkpoint.choose import Choice, Source, first_intact, named
 from megaponder.checkpoint.damage import damage, lost_link
 from megaponder.checkpoint.manifest import Damage, Forbidden
 from megaponder.errors import LostRank
@@ -28,13 +28,13 @@ def choose(root: Path) -> Choice:
                 f"The ranks do not see the same checkpoints in {root}: {other.who} sees {_newest(other.value)}, "
                 f"{first.who} sees {_newest(first.value)}; see whether that node's file system lags, and start again."
             )
-    return first_whole([root / name for name in first.value], agreed_damage)
+    return first_intact([root / name for name in first.value], agreed_damage)
 
 
 def locate(path: str) -> Path:
     """`checkpoint.choose.locate` by all ranks together."""
     source: Source = on_first_rank(lambda: named(path))
-    return source.whole(agreed_damage, warn=dist.get_rank() == 0)
+    return source.intact(agreed_damage, warn=dist.get_rank() == 0)
 
 
 def agreed_damage(path: Path) -> Damage | None:

@@ -32,10 +32,10 @@ class Choice:
 
 def choose(root: Path, check: Check = damage) -> Choice:
     """The newest published checkpoint of `root` without damage; UserError if one that may be whole may not be read."""
-    return first_whole(folder.published(root).values(), check)
+    return first_intact(folder.published(root).values(), check)
 
 
-def first_whole(paths: Iterable[Path], check: Check = damage) -> Choice:
+def first_intact(paths: Iterable[Path], check: Check = damage) -> Choice:
     """The first of these checkpoints without damage; UserError as `choose`."""
     skipped: list[tuple[Path, str]] = []
     for path in paths:
@@ -58,13 +58,13 @@ class Source:
     is_checkpoint: bool
     """It names a checkpoint itself, so that no other will do."""
 
-    def whole(self, check: Check = damage, warn: bool = True) -> Path:
+    def intact(self, check: Check = damage, warn: bool = True) -> Path:
         """The checkpoint to use; UserError if there is none or it is damaged.  `warn`: of what was passed over."""
         if self.is_checkpoint:
             if (reason := check(self.path)) is not None:
                 raise UserError(f"Checkpoint {self.path} cannot be used because {reason}.")
             return self.path
-        choice = first_whole(self.candidates, check)
+        choice = first_intact(self.candidates, check)
         if choice.path is None:
             why = " ".join(choice.sentences()) or "Name a step_... folder or the folder of a run that has saved."
             raise UserError(f"{self.path} holds no whole checkpoint. {why}")
@@ -92,4 +92,4 @@ def locate(path: str | Path) -> Path:
 
     Raises UserError if there is none or if the named one is damaged; says on stderr what was passed over.
     """
-    return named(path).whole()
+    return named(path).intact()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megaponder.checkpoint import manifest, stored
+from megaponder.checkpoint import manifest, reader
 from megaponder.checkpoint.folder import final
 from megaponder.checkpoint.state import CONFIG, STATE, load_state
 
@@ -24,7 +24,7 @@ def damage(folder: Path, part: int = 0, parts: int = 1) -> manifest.Damage | Non
     listed = manifest.listed(folder)
     try:
         step = load_state(folder)[0].step
-        lacks = stored.unlisted(folder, listed)
+        lacks = reader.unlisted(folder, listed)
     except ValueError as error:
         return manifest.Damage(error)
     if folder.name.startswith("step_") and folder.name != final(folder, step).name:

@@ -37,7 +37,7 @@ def published(root: Path) -> dict[int, Path]:
     return dict(sorted(found.items(), reverse=True))
 
 
-def begin(root: Path, step: int) -> Path:
+def create(root: Path, step: int) -> Path:
     """An empty folder to write into."""
     path = _aside(final(root, step), "tmp")
     root.mkdir(exist_ok=True)  # not its parent: a run folder that was removed shall not come back without its lock
@@ -96,13 +96,13 @@ def expired(steps: list[int], keep_last: int, keep_every: int) -> list[int]:
     return [s for s in sorted(steps) if s not in newest and not (keep_every and s % keep_every == 0)]
 
 
-def retain(root: Path, whole: int, keep_last: int, keep_every: int) -> list[int]:
+def retain(root: Path, intact: int, keep_last: int, keep_every: int) -> list[int]:
     """Delete what `expired` names; returns the steps that are gone.
 
-    `whole` is a step whose checkpoint has just been found whole, and stays.  Newer ones are neither counted nor
+    `intact` is a step whose checkpoint has just been found intact, and stays.  Newer ones are neither counted nor
     touched: the run has passed over them as damaged, and they must not push out what it lives on.
     """
-    all_steps = {step: path for step, path in published(root).items() if step <= whole}
+    all_steps = {step: path for step, path in published(root).items() if step <= intact}
     gone = expired(list(all_steps), max(1, keep_last), keep_every)
     for step in gone:
         remove(all_steps[step])

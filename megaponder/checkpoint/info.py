@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megaponder.checkpoint import manifest, stored
+from megaponder.checkpoint import manifest, reader
 from megaponder.checkpoint.damage import damage
 from megaponder.checkpoint.state import STATE, load_saved_config, load_state
 from megaponder.errors import UserError
@@ -52,10 +52,10 @@ class CheckpointInfo:
 
 
 def count_parameters(tensors: Mapping[str, TensorStorageMetadata], vocab_size: int | None) -> dict[str, int]:
-    """Numbers of `stored.parameters` by part, without padding rows of the vocabulary."""
+    """Numbers of `reader.parameters` by part, without padding rows of the vocabulary."""
     parts = dict.fromkeys(("embedding", "attention", "mlp", "norms", "head", "method"), 0)
     for stored_name, tensor in tensors.items():
-        name, shape = stored.module_name(stored_name), list(tensor.size)
+        name, shape = reader.module_name(stored_name), list(tensor.size)
         if name in ("embedding.word_embeddings.weight", "output_layer.weight") and vocab_size is not None:
             shape[0] = min(vocab_size, shape[0])
         parts[next((part for sign, part in _PARTS if sign in name), "method")] += math.prod(shape)
@@ -71,7 +71,7 @@ def inspect_checkpoint(path: str | Path) -> CheckpointInfo:
     try:
         state, contents = load_state(folder)
         cfg = load_saved_config(folder)
-        tensors = stored.parameters(folder)
+        tensors = reader.parameters(folder)
     except (OSError, ValueError, KeyError, EOFError, UserError) as error:
         raise UserError(f"Checkpoint {folder} cannot be read ({reason or error}).") from None
     m = cfg.model

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
 
-from megaponder.checkpoint import moments, rng, scales, stored
+from megaponder.checkpoint import optimizer_state, reader, rng, scales
 from megaponder.checkpoint.model_state import layout, metadata, sharded_state
 from megaponder.checkpoint.state import TrainState, load_state
 from megaponder.errors import UserError
@@ -45,16 +45,16 @@ def resume(path: Path, stage: MegatronModule, optimizer: MegatronOptimizer) -> T
     _refuse_other_shapes(path, model, names)
     if left := _not_wanted(model, names):
         raise OtherModelError(path, f"this model has no place for its {_some(left)}")
-    if contents.masters and not moments.has_masters(stage.parameters()):
+    if contents.masters and not optimizer_state.has_masters(stage.parameters()):
         # the run that saved was BF16 and this one is FP32: its masters are the better weights
-        _rename(model, lambda key: f"{moments.PREFIX}param.{key}", names)
+        _rename(model, lambda key: f"{optimizer_state.PREFIX}param.{key}", names)
     _load_model(path, stage, model)
     model = sharded_state(stage)
-    wanted = moments.sharded_state(optimizer, model, metadata(), loading=True, masters=contents.masters)
+    wanted = optimizer_state.sharded_state(optimizer, model, metadata(), loading=True, masters=contents.masters)
     _refuse_absent(path, wanted, names)
     fp8 = _scales(stage.fp8, names)
     loaded = _load(path, {"optimizer": wanted} | ({"fp8": fp8} if fp8 else {}))
-    moments.load(optimizer, loaded["optimizer"], state.updates)
+    optimizer_state.load(optimizer, loaded["optimizer"], state.updates)
     if fp8:
         stage.fp8.load_scales(loaded["fp8"])
     if contents.layout == layout():
@@ -84,7 +84,7 @@ def load(path: Path, stage: MegatronModule, optimizer: MegatronOptimizer | None 
 
 
 def _load(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    with stored.reading(path):
+    with reader.reading(path):
         return dist_checkpointing.load(wanted, str(path))
 
 
@@ -114,7 +114,7 @@ def _stored(path: Path) -> Shapes:
 
     megatron-core, which unpickles the index freely, comes after it.
     """
-    return on_first_rank(lambda: stored.shapes(path))
+    return on_first_rank(lambda: reader.shapes(path))
 
 
 def _some(names: list[str]) -> str:
@@ -154,7 +154,7 @@ def _refuse_other_shapes(path: Path, wanted: dict[str, Any], names: Shapes) -> N
 def _not_wanted(wanted: dict[str, Any], names: Shapes) -> list[str]:
     """Parameters of the checkpoint that no rank has a place for."""
     taken = set(_of_all_ranks(_keys(wanted)))
-    return sorted(k for k in names if k not in taken and not k.startswith(stored.BESIDES))
+    return sorted(k for k in names if k not in taken and not k.startswith(reader.BESIDES))
 
 
 def _rename(state: dict[str, Any], rule: Any, names: Shapes) -> None:

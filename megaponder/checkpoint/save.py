@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
 
-from megaponder.checkpoint import folder, model_state, moments, rng, scales, writers
+from megaponder.checkpoint import folder, model_state, optimizer_state, rng, scales, writers
 from megaponder.checkpoint.manifest import Files
 from megaponder.checkpoint.state import CONFIG, Contents, TrainState, save_state
 from megaponder.checkpoint.verify import Verification
@@ -86,7 +86,7 @@ class Saver:
     def save(self, state: TrainState) -> None:
         """Start (asynchronous) or complete the checkpoint of `state`; one that is pending is completed first."""
         self.wait()
-        path = Path(self._on_first_rank(lambda: str(folder.begin(self.root, state.step))))
+        path = Path(self._on_first_rank(lambda: str(folder.create(self.root, state.step))))
         started = time.perf_counter()
         with self._in_a_sentence(path):
             request, results = writers.request(self._tensors(), path, self._strategy)
@@ -140,15 +140,17 @@ class Saver:
 
     def _tensors(self) -> dict[str, Any]:
         model = model_state.sharded_state(self.stage)
-        masters = moments.has_masters(self.stage.parameters())
-        optimizer = moments.sharded_state(self.optimizer, model, model_state.metadata(), loading=False, masters=masters)
+        masters = optimizer_state.has_masters(self.stage.parameters())
+        optimizer = optimizer_state.sharded_state(
+            self.optimizer, model, model_state.metadata(), loading=False, masters=masters
+        )
         found = {"model": model, "optimizer": optimizer, "random": rng.sharded_state()}
         fp8 = scales.sharded_state(self.stage.fp8)
         return found | ({"fp8": fp8} if fp8 else {})  # megatron-core would pickle an empty part
 
     def _publish(self, path: Path, state: TrainState, known: Files) -> None:
         dump(self.cfg, path / CONFIG)
-        masters = moments.has_masters(self.stage.parameters())
+        masters = optimizer_state.has_masters(self.stage.parameters())
         save_state(path, state, Contents(masters, model_state.layout(), data=dict(self._data)))
         log.info("saved %s", folder.publish(path, self.root, state.step, known))
         folder.retain(self.root, state.step, self.options.keep_last, self.options.keep_every)

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from megaponder import ranks
-from megaponder.checkpoint import manifest, stored
+from megaponder.checkpoint import manifest, reader
 from megaponder.ranks import Said
 
 
@@ -50,7 +50,7 @@ class Verification:
             if first:
                 if (reason := manifest.missing(self.path, self.known)) is not None:
                     return reason
-                if (lacks := stored.unlisted(self.path, self.known)) is not None:
+                if (lacks := reader.unlisted(self.path, self.known)) is not None:
                     return f"what the writers say {lacks}"
             return next((r for name in own if (r := manifest.changed(self.path, name, own[name], fresh=True))), None)
         except (OSError, ValueError) as error:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megaponder.checkpoint import stored
+from megaponder.checkpoint import reader
 from megaponder.checkpoint.choose import locate
 from megaponder.checkpoint.state import CONFIG, load_saved_config
 from megaponder.config.schema import RunConfig
@@ -35,10 +35,10 @@ def load_weights(path: str | Path) -> tuple[RunConfig, dict[str, Tensor]]:
 
 def read_weights(folder: Path) -> tuple[RunConfig, dict[str, Tensor]]:
     """The same of a checkpoint that `locate` has found."""
-    cfg, parameters = read_config(folder), stored.parameters(folder)
+    cfg, parameters = read_config(folder), reader.parameters(folder)
     if (layers := cfg.model.num_layers or 0) > len(parameters):
         raise UserError(
             f"Checkpoint {folder}: {CONFIG} has {layers:,} layers, and there are {len(parameters)} tensors."
         )
-    weights = stored.read(folder, parameters)
-    return cfg, {stored.module_name(name): tensor for name, tensor in weights.items()}
+    weights = reader.read(folder, parameters)
+    return cfg, {reader.module_name(name): tensor for name, tensor in weights.items()}

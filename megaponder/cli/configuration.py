@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megaponder.config.facts import MethodFacts, facts_of
 from megaponder.config.gpus import Gpu
 from megaponder.config.load import load_config
+from megaponder.config.method_facts import MethodFacts, facts_of
 from megaponder.config.resolve import resolve
 from megaponder.config.rules import Machine, check
 from megaponder.config.schema import RunConfig

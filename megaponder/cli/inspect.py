@@ -146,7 +146,7 @@ def _audit(prefixes: list[str]) -> int:
 
 
 def _checkpoint(path: Path, tensors: bool) -> int:
-    from megaponder.checkpoint import manifest, stored
+    from megaponder.checkpoint import manifest, reader
     from megaponder.checkpoint.choose import locate
     from megaponder.checkpoint.info import count_parameters
     from megaponder.checkpoint.state import load_state
@@ -155,7 +155,7 @@ def _checkpoint(path: Path, tensors: bool) -> int:
     folder = locate(path)
     state, contents = load_state(folder)
     cfg = read_config(folder)
-    found = stored.parameters(folder)
+    found = reader.parameters(folder)
     m = cfg.model
     count = sum(count_parameters(found, m.vocab_size).values())
     options = ", ".join(f"{k} {v}" for k, v in cfg.ponder.options.items())
@@ -167,7 +167,7 @@ def _checkpoint(path: Path, tensors: bool) -> int:
     saved = ", ".join(f"{name} {size}" for name, size in contents.layout.items())
     print(f"  saved at {saved}; it loads at any layout" if saved else "  it loads at any layout")
     if tensors:
-        for name, meta in sorted(stored.tensors(folder).items()):
+        for name, meta in sorted(reader.tensors(folder).items()):
             kind = str(meta.properties.dtype).removeprefix("torch.")
             print(f"  {name}  {list(meta.size)}  {kind}")
     return 0

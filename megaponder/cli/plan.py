@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console(width=None if Console().is_terminal else 120, highlight=False)
     if args.presets or args.methods:
         from megaponder.config.load import load_config
-        from megaponder.plan.lists import print_methods, print_presets
+        from megaponder.plan.catalog import print_methods, print_presets
 
         if (plugin := load_config(args.config, args.overrides).ponder.plugin) is not None:
             from megaponder.ponder.plugins import load_plugin

@@ -67,9 +67,9 @@ def run(args: argparse.Namespace) -> int:
 
         return print_fields()
     from megaponder.cli.configuration import load
-    from megaponder.training import early, exit_code, shortage
+    from megaponder.training import early_signals, exit_code, shortage
 
-    early.listen()
+    early_signals.listen()
 
     with exit_code.noted():
         shortage.check_limits()

@@ -140,14 +140,14 @@ def _blend(sources: list[SourceFacts]) -> tuple[list[str], list[float] | None]:
 def _datasets(
     cfg: RunConfig, facts: DataFacts, opened: dict[str, Opened], train: int, valid: int
 ) -> tuple[TextDataset, TextDataset | None]:
-    from megaponder.data import order  # here: megatron-core must be imported after engine.cpu.install()
+    from megaponder.data import sample_order  # here: megatron-core must be imported after engine.cuda_on_cpu.install()
 
     seed = cfg.train.seed if cfg.data.shuffle_seed is None else cfg.data.shuffle_seed
     shared: dict[str, Any] = {
         "random_seed": seed,
         "sequence_length": cfg.data.sequence_length,
         "path_to_cache": cfg.data.cache or os.path.join(cfg.run, "cache"),
-        "tokenizer": order.Vocabulary(facts.vocab_size, facts.eod_id),
+        "tokenizer": sample_order.Vocabulary(facts.vocab_size, facts.eod_id),
         "reset_position_ids": False,
         "reset_attention_mask": False,
         "eod_mask_loss": False,
@@ -157,11 +157,11 @@ def _datasets(
     }
     if cfg.data.valid:
         blends = [_blend(facts.train), _blend(facts.valid) if valid else None, None]
-        config = order.OrderConfig(blend_per_split=blends, **shared)
+        config = sample_order.OrderConfig(blend_per_split=blends, **shared)
     else:
-        config = order.OrderConfig(blend=_blend(facts.train), split=cfg.data.split, **shared)
+        config = sample_order.OrderConfig(blend=_blend(facts.train), split=cfg.data.split, **shared)
         config.split_matrix = [config.split_matrix[0], config.split_matrix[1] if valid else None, None]
-    built = order.LocalBuilder(order.EpochGPTDataset, [train, valid, 0], lambda: True, config).build()
+    built = sample_order.LocalBuilder(sample_order.EpochGPTDataset, [train, valid, 0], lambda: True, config).build()
     return built[0], built[1]
 
 

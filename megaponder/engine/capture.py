@@ -31,9 +31,9 @@ from torch.utils import _pytree
 
 from megaponder.config.in_flight import InFlight
 from megaponder.data.batch import MicroBatch
+from megaponder.engine.active_rows import most_active, places_for, unit_of
 from megaponder.engine.model import PonderStage
 from megaponder.engine.objective import Objective
-from megaponder.engine.rows import most_active, places_for, unit_of
 from megaponder.engine.stash import PassState
 from megaponder.ponder.base import Flow, Pass
 

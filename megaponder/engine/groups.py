@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megaponder.config import launcher
 from megaponder.config.schema import RunConfig
-from megaponder.engine import cpu
+from megaponder.engine import cuda_on_cpu
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def start(cfg: RunConfig) -> torch.device:
 
 def init(cfg: RunConfig) -> Groups:
     """`start`, and make megatron-core's groups."""
-    cpu.install()
+    cuda_on_cpu.install()
     from megatron.core import parallel_state
 
     device = start(cfg)

@@ -42,13 +42,13 @@ from megaponder.config.recompute import recomputed_layers
 from megaponder.config.rules.precision import FP8_ALIGNMENT
 from megaponder.config.schema import RunConfig
 from megaponder.engine import loss
+from megaponder.engine.active_rows import Attending, Rows, unit_of
 from megaponder.engine.fp8 import Fp8
 from megaponder.engine.groups import Groups
+from megaponder.engine.method_tools import StageEntryTools, StageExitTools, run_pre_hooks
 from megaponder.engine.objective import Objective, objective
-from megaponder.engine.rows import Attending, Rows, unit_of
+from megaponder.engine.shared_embedding import InputTable
 from megaponder.engine.stash import PassState
-from megaponder.engine.table import InputTable
-from megaponder.engine.tools import StageEntryTools, StageExitTools, run_pre_hooks
 from megaponder.ponder.base import Flow, Method, Pass, Readout
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class PonderStage(MegatronModule):
         self.row_multiple = 1 if cfg.precision.fp8 == "none" else FP8_ALIGNMENT
         """What the rows of a pass must be a multiple of, gathered or not."""
         self.places: int | None = None
-        """Places for active tokens in the coming pass (`engine.rows`); None: counted when they are needed."""
+        """Places for active tokens in the coming pass (`engine.active_rows`); None: counted when they are needed."""
         assert m.vocab_size is not None
         self.vocab_size, self.tied, rows = m.vocab_size, bool(m.tie_embeddings), m.padded_vocab
         first, last = self.pre_process, self.post_process = groups.is_first_stage, groups.is_last_stage
@@ -237,7 +237,7 @@ class PonderStage(MegatronModule):
             return None
         unit = unit_of(self.row_multiple, active.shape[1])
         rows = Rows(active, self.groups.tp if self.config.sequence_parallel else None, self.places, unit)
-        return None if rows.all_of_them else rows
+        return None if rows.covers_all else rows
 
     def _layers(self, p: Pass, flow: Flow, kept: Sequence[Kept]) -> tuple[Tensor, list[Kept]]:
         x, out = flow.rows, []
@@ -247,8 +247,8 @@ class PonderStage(MegatronModule):
         active, rows = self.method.active(p, riders), None
         own = self.gathered(self.method.active(p, flow.riders))
         if own is not None:
-            rows = own.whole()
-            x = own.take(x)
+            rows = own.all_gather()
+            x = own.gather(x)
             rotary = None if rotary is None else rotary[:, :, 0, 0][:, rows.index][:, :, :, None]
         recomputed = self.recomputed(p.index)
         for i, layer in enumerate(self.decoder.layers):
@@ -279,7 +279,7 @@ class PonderStage(MegatronModule):
             else:
                 x, left = run(x, riders, *before)
             out.append(() if p.last else left)
-        return (x if own is None else own.put(x, flow.rows)), out
+        return (x if own is None else own.scatter(x, flow.rows)), out
 
     # --- head ---------------------------------------------------------------------------------------------------------
     def local_logits(self, hidden_sbh: Tensor) -> Tensor:
@@ -315,5 +315,5 @@ class PonderStage(MegatronModule):
         found = objective(out, self.token_losses(out.hidden, batch), tools, tokens)
         for name, losses_nb in state.exit.items():
             if name.startswith(LOSS_OF_PASS):
-                found.sums[name] = (losses_nb * tools.whole_mask_nb).sum() / tokens
+                found.sums[name] = (losses_nb * tools.full_mask_nb).sum() / tokens
         return found

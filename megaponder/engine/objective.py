@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megaponder.engine import depth
-from megaponder.engine.tools import StageExitTools
+from megaponder.engine.method_tools import StageExitTools
 from megaponder.ponder.base import Readout
 
 
@@ -26,7 +26,7 @@ class Objective:
 
 def objective(out: Readout, losses_nb: Tensor, tools: StageExitTools, tokens: Tensor) -> Objective:
     """`losses_nb`: cross entropy of every token of the sequence; `tokens`: valid targets of the global batch."""
-    lm = (losses_nb * tools.whole_mask_nb).sum() / tokens
+    lm = (losses_nb * tools.full_mask_nb).sum() / tokens
     total, sums = lm, {"loss": lm.detach()}
     if out.aux is not None:
         aux = out.aux.float() / tokens
@@ -34,7 +34,7 @@ def objective(out: Readout, losses_nb: Tensor, tools: StageExitTools, tokens: Te
         sums["aux"] = aux.detach()
     stats = dict(out.stats)
     if out.depth is not None:
-        own = tools.mine(losses_nb.detach())
+        own = tools.scatter(losses_nb.detach())
         stats |= depth.sums(out.depth, own, tools.valid_sb, out.gates, tools.max_depth)
     for name, value in stats.items():
         sums[name] = value.detach().float() / tokens

@@ -1,6 +1,6 @@
 """Moving rows of active tokens, and choosing between two rows, as one kernel each way.
 
-No row is taken twice, so a gradient is read row by row through the inverse index; a general gather's backward would
+No row is gathered twice, so a gradient is read row by row through the inverse index; a general gather's backward would
 have to add rows up, in any order.
 
 Shapes: s tokens of this rank, c places for active ones, b micro-batch.  `index` [c, b]: the token at each place;
@@ -34,60 +34,60 @@ def only(active: Tensor, new: Tensor, old: Tensor) -> Tensor:
 
 
 @fused
-def _take_forward(x: Tensor, index: Tensor) -> Tensor:
+def _gather_forward(x: Tensor, index: Tensor) -> Tensor:
     return _pick(x, index)
 
 
 @fused
-def _take_backward(grad: Tensor, inverse: Tensor) -> Tensor:
+def _gather_backward(grad: Tensor, inverse: Tensor) -> Tensor:
     c = grad.shape[0]
     return torch.where(_like(inverse < c, grad), _pick(grad, inverse.clamp(max=c - 1)), 0)
 
 
-class _Take(torch.autograd.Function):
+class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
-        out: Tensor = _take_forward(x, index)
+        out: Tensor = _gather_forward(x, index)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _take_backward(grad.contiguous(), *ctx.saved_tensors), None, None
+        return _gather_backward(grad.contiguous(), *ctx.saved_tensors), None, None
 
 
-def take_rows(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+def gather_rows(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
     """The rows of x [s, b, ...] at the places: [c, b, ...]."""
-    out: Tensor = _Take.apply(x, index, inverse)
+    out: Tensor = _Gather.apply(x, index, inverse)
     return out
 
 
 @fused
-def _put_forward(new: Tensor, old: Tensor | None, inverse: Tensor, active: Tensor) -> Tensor:
+def _scatter_forward(new: Tensor, old: Tensor | None, inverse: Tensor, active: Tensor) -> Tensor:
     return torch.where(_like(active, new), _pick(new, inverse.clamp(max=new.shape[0] - 1)), 0 if old is None else old)
 
 
 @fused
-def _put_backward(grad: Tensor, index: Tensor, active: Tensor, old: bool) -> tuple[Tensor, Tensor | None]:
+def _scatter_backward(grad: Tensor, index: Tensor, active: Tensor, old: bool) -> tuple[Tensor, Tensor | None]:
     wide = _like(active, grad)
     return _pick(torch.where(wide, grad, 0), index), torch.where(wide, 0, grad) if old else None
 
 
-class _Put(torch.autograd.Function):
+class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, new: Tensor, old: Tensor | None, index: Tensor, inverse: Tensor, active: Tensor) -> Tensor:
         ctx.save_for_backward(index, active)
         ctx.old = old is not None
-        out: Tensor = _put_forward(new, old, inverse, active)
+        out: Tensor = _scatter_forward(new, old, inverse, active)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         index, active = ctx.saved_tensors
-        return *_put_backward(grad.contiguous(), index, active, ctx.old), None, None, None
+        return *_scatter_backward(grad.contiguous(), index, active, ctx.old), None, None, None
 
 
-def put_rows(new: Tensor, old: Tensor | None, index: Tensor, inverse: Tensor, active: Tensor) -> Tensor:
+def scatter_rows(new: Tensor, old: Tensor | None, index: Tensor, inverse: Tensor, active: Tensor) -> Tensor:
     """`old` [s, b, ...] (None: zeros) with the rows of `new` [c, b, ...] where active."""
-    out: Tensor = _Put.apply(new, old, index, inverse, active)
+    out: Tensor = _Scatter.apply(new, old, index, inverse, active)
     return out

@@ -12,10 +12,10 @@ from megaponder.config.resolve import resolve
 from megaponder.config.schema import DataConfig, PonderConfig, RunConfig
 from megaponder.errors import ConfigError, UserError
 from megaponder.export import folder, names, native, reference
-from megaponder.export.extra import need_transformers
 from megaponder.export.folder import has_tokenizer
 from megaponder.export.formats import FORMATS
 from megaponder.export.hf_fields import model_config
+from megaponder.export.requirements import require_transformers
 from megaponder.export.save import save_weights
 from megaponder.ponder.settings import check_shape, table_rows
 
@@ -60,7 +60,7 @@ def import_hf(
     Raises UserError for a config field that our backbones cannot represent (unless named in `ignore`), for weights that
     do not fit, and when the logits of the two models differ by more than `tolerance` of the largest logit.
     """
-    need_transformers("megaponder import")
+    require_transformers("megaponder import")
     reference.check_tolerance(tolerance)
     source, out = Path(source), Path(out)
     hf = folder.read_json(source, "config.json")

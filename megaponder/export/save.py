@@ -32,7 +32,7 @@ def save_weights(root: Path, cfg: RunConfig, stage: PonderStage, force: bool = F
     try:
         root.mkdir(parents=True, exist_ok=True)
         folder.sweep(root)
-        path = folder.begin(root, 0)
+        path = folder.create(root, 0)
         with writers.one_sentence(path, lambda why: UserError(f"{target} cannot be written: {why}.")):
             request, _ = writers.request(
                 {"model": sharded_state(stage)}, path, get_default_save_sharded_strategy("torch_dist", 1)

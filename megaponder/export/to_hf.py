@@ -16,8 +16,8 @@ from megaponder.checkpoint.weights import read_weights
 from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError
 from megaponder.export import card, compose, configs, folder, names, native, reference, tokenizer
-from megaponder.export.extra import need_transformers
 from megaponder.export.formats import FORMATS
+from megaponder.export.requirements import require_transformers
 from megaponder.ponder.settings import table_rows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -69,7 +69,7 @@ def export(
     of a close enough approximation.
     Raises UserError when they differ by more than `tolerance` of the largest logit, or when `out` exists.
     """
-    need_transformers("megaponder export")
+    require_transformers("megaponder export")
     reference.check_tolerance(tolerance)
     source = locate(checkpoint)
     cfg, state = read_weights(source)

@@ -15,7 +15,7 @@ from torch import Tensor
 from megaponder.config.yaml_file import is_unicode
 from megaponder.data.tokenizer import Tokenizer, load_tokenizer
 from megaponder.errors import ConfigError, UserError
-from megaponder.export.extra import need_transformers
+from megaponder.export.requirements import require_transformers
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def generate(
     the whole text through training's forward for every token, and a warning says so.
     Raises UserError for values out of range, a source without tokenizer, or text that exceeds the longest sequence.
     """
-    need_transformers("megaponder generate")
+    require_transformers("megaponder generate")
     _check(prompts, max_new_tokens, temperature, top_k, top_p, seed)
     loaded = load(source, tokenizer, device, trust_remote_code)
     ids, mask = _batch(loaded, prompts, max_new_tokens)

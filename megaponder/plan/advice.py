@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megaponder.config.facts import MethodFacts, OwnParameters, PassLike
 from megaponder.config.fields import value_of
+from megaponder.config.method_facts import MethodFacts, OwnParameters, PassLike
 from megaponder.config.rules import check
 from megaponder.config.rules.case import divisors
 from megaponder.config.schema import RunConfig

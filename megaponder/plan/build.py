@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megaponder.config.facts import MethodFacts, OwnParameters
 from megaponder.config.gpus import Gpu
+from megaponder.config.method_facts import MethodFacts, OwnParameters
 from megaponder.config.rules.layout import choose_group
 from megaponder.config.schema import RunConfig
 from megaponder.plan.advice import Change, savings

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megaponder.config.facts import MethodLike, PassLike
+from megaponder.config.method_facts import MethodLike, PassLike
 from megaponder.config.recompute import recomputed_layers
 from megaponder.config.schema import ModelConfig, RunConfig
 from megaponder.plan.layer import key_flops, linear_flops, unread_flops

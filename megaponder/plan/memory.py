@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from megaponder.config.facts import MethodFacts, OwnParameters, PassLike
 from megaponder.config.in_flight import in_flight
+from megaponder.config.method_facts import MethodFacts, OwnParameters, PassLike
 from megaponder.config.recompute import recomputed_layers
 from megaponder.config.rules.layout import choose_group
 from megaponder.config.schema import RunConfig

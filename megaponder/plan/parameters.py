@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from megaponder.config.facts import MethodFacts, OwnParameters
+from megaponder.config.method_facts import MethodFacts, OwnParameters
 from megaponder.config.schema import RunConfig
 from megaponder.plan.layer import layer_parameters, norm_parameters
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaponder.config import budget
-from megaponder.config.facts import MethodLike
+from megaponder.config.method_facts import MethodLike
 from megaponder.config.schema import RunConfig
 from megaponder.plan.flops import mean_needed
 

@@ -89,7 +89,7 @@ class ExitTools(Protocol):
     def positions_sb(self) -> Tensor:
         """Position of each of this rank's tokens in its sequence, [tokens of this rank, b]."""
 
-    def agree(self, x: Tensor) -> Tensor:
+    def broadcast(self, x: Tensor) -> Tensor:
         """x with the same bits on all ranks that hold these tokens: for whatever a decision is made from."""
 
     def on(self, active: Tensor, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -104,11 +104,11 @@ class ExitTools(Protocol):
     def confidence(self, h_sbh: Tensor) -> Tensor:
         """Largest next-token probability under the head, FP32 without gradient [tokens of this rank, b]."""
 
-    def whole(self, x_sb: Tensor) -> Tensor:
+    def gather(self, x_sb: Tensor) -> Tensor:
         """Values of all tokens of each sequence, without gradient: [n, b, ...] from [tokens of this rank, b, ...]."""
 
-    def mine(self, x_nb: Tensor) -> Tensor:
-        """The inverse of `whole`: this rank's tokens of a value per token."""
+    def scatter(self, x_nb: Tensor) -> Tensor:
+        """The inverse of `gather`: this rank's tokens of a value per token."""
 
 
 class CoreAttention(Protocol):
@@ -124,15 +124,15 @@ class CoreAttention(Protocol):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None = None) -> Tensor: ...
 
-    def union(
+    def merged(
         self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], alive: Sequence[Tensor | None]
     ) -> Tensor:
         """One softmax over several key sets of all tokens; a token sees the keys of tokens <= it that are alive."""
 
-    def place(self, new: Tensor, old: Tensor | None = None) -> Tensor:
+    def scatter(self, new: Tensor, old: Tensor | None = None) -> Tensor:
         """Rows of all tokens from rows of this pass: `new` at active tokens, `old` (None: anything) at halted ones.
 
-        Halted tokens may be absent from q, k and v: only what went through `place` has a row for each token.
+        Halted tokens may be absent from q, k and v: only what went through `scatter` has a row for each token.
         """
 
 
@@ -266,7 +266,7 @@ class Method:
 
         q [rows, b, h, d], k and v [rows, b, h_kv, d] after RoPE; `riders` [rows, b, R] of the whole sequence; `kept`
         is what this layer kept in the previous pass (empty in pass 0).  Returns [rows, b, h, d] and what to keep.
-        Where halted tokens are skipped, q, k and v have the active rows only; `core.place` makes whole ones of them.
+        Where halted tokens are skipped, q, k and v hold active rows only; `core.scatter` returns rows of all tokens.
         """
         return core(q, k, v), ()
 

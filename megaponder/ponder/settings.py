@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import fields
 
-from megaponder.config.facts import facts_of
+from megaponder.config.method_facts import facts_of
 from megaponder.config.resolve import init_std
 from megaponder.config.rules import Case, model
 from megaponder.config.rules.run import counts_are_possible

@@ -12,7 +12,7 @@ from megaponder.data.batch import MicroBatch
 from megaponder.data.check import Opened
 from megaponder.data.stream import SampleStream, build_streams
 from megaponder.engine.groups import Groups
-from megaponder.training.record import FaultRecord, past
+from megaponder.training.fault_record import FaultRecord, past
 
 
 class Batches:

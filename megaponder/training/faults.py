@@ -26,7 +26,7 @@ from megaponder.config.schema import FaultsConfig
 from megaponder.data.stream import SampleStream
 from megaponder.errors import UserError
 from megaponder.ranks import largest
-from megaponder.training.record import FaultRecord, Window
+from megaponder.training.fault_record import FaultRecord, Window
 
 if TYPE_CHECKING:
     from megaponder.engine.step import StepOutput

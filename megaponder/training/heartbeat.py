@@ -27,7 +27,7 @@ import torch.distributed as dist
 from megaponder.errors import LOST, LostRank, is_lost_connection
 from megaponder.monitor.phases import OUTSIDE, PHASES, Now, PhaseClock
 from megaponder.ranks import on_first_rank
-from megaponder.training import record
+from megaponder.training import fault_record
 from megaponder.training.rank_monitor import RankMonitor
 
 MISSED = 3
@@ -120,7 +120,7 @@ class Heartbeat:
             faulthandler.dump_traceback(file, all_threads=True)
         if self.rank == min((r["rank"] for r in self._ranks() if not r["gone"]), default=0):
             blame = self.blame()
-            record.write(self.record, "hang", step=now.step, blame=blame)
+            fault_record.write(self.record, "hang", step=now.step, blame=blame)
             print(
                 f"warning: no progress for {since:.0f} s: {blame}. Stacks of the ranks: {self.stacks}",
                 file=sys.stderr, flush=True,

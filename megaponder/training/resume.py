@@ -30,7 +30,7 @@ def resume(
         raise ConfigError("checkpoint.resume", "never", f"{root} holds the checkpoints of an earlier run", fix)
     choice = agree.choose(root)
     if choice.path is not None:
-        return _go_on(cfg, choice, stage, optimizer, data, say)
+        return _continue(cfg, choice, stage, optimizer, data, say)
     if choice.skipped:
         raise UserError(
             f"No checkpoint in {root} is whole: {' '.join(choice.sentences())} Restore one from a copy, or move them "
@@ -49,7 +49,7 @@ def resume(
     return TrainState()
 
 
-def _go_on(
+def _continue(
     cfg: RunConfig,
     choice: Choice,
     stage: MegatronModule,

@@ -11,10 +11,10 @@ import psutil
 
 from megaponder.checkpoint.state import load_saved_config
 from megaponder.config import launcher
-from megaponder.config.facts import facts_of
 from megaponder.config.fields import all_fields, value_of
 from megaponder.config.gpus import find_gpu
 from megaponder.config.load import dump
+from megaponder.config.method_facts import facts_of
 from megaponder.config.model import FEATURES, SIZES
 from megaponder.config.resolve import resolve
 from megaponder.config.rules import check

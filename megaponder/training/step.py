@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-from megaponder.checkpoint import moments
+from megaponder.checkpoint import optimizer_state
 from megaponder.engine.step import Engine
 
 
@@ -20,7 +20,7 @@ def gradient_norm(optimizer: MegatronOptimizer) -> float:
 
 def update(optimizer: MegatronOptimizer, norm: float) -> None:
     """Clip the gradients, whose norm is `norm`, and take the step."""
-    for part in moments.parts(optimizer):
+    for part in optimizer_state.parts(optimizer):
         parameters, largest = part.get_parameters(), part.config.clip_grad
         if parameters and largest > 0:
             separate = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8

@@ -21,7 +21,7 @@ import torch
 from megaponder.config import launcher
 from megaponder.errors import REQUEUE, UserError
 from megaponder.ranks import gather, largest
-from megaponder.training import early
+from megaponder.training import early_signals
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -49,7 +49,7 @@ class StopFlag:
 
     def __enter__(self) -> StopFlag:
         self._before = {number: signal.signal(number, self._catch) for number in SIGNALS}
-        self.caught = self.caught or early.caught()
+        self.caught = self.caught or early_signals.caught()
         return self
 
     def __exit__(self, *_: object) -> None:

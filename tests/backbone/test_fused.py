@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megaponder.backbone import fused
 from megaponder.engine import row_kernels
-from megaponder.engine.rows import Rows
+from megaponder.engine.active_rows import Rows
 from tests.tolerance import ATOL, RTOL
 
 S, B = 7, 3
@@ -52,9 +52,9 @@ def _cases() -> dict[str, Case]:
             (all_, _leaf(S, B, 2, 4, seed=2)),
             (rows.active,),
         ),
-        "take_rows": (row_kernels.take_rows, (all_,), index),
-        "put_rows": (row_kernels.put_rows, (few, all_), (*index, rows.active)),
-        "put_rows among zeros": (row_kernels.put_rows, (few,), (None, *index, rows.active)),
+        "gather_rows": (row_kernels.gather_rows, (all_,), index),
+        "scatter_rows": (row_kernels.scatter_rows, (few, all_), (*index, rows.active)),
+        "scatter_rows among zeros": (row_kernels.scatter_rows, (few,), (None, *index, rows.active)),
     }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megaponder.checkpoint import manifest, stored
+from megaponder.checkpoint import manifest, reader
 from megaponder.checkpoint.state import load_state
 from megaponder.checkpoint.weights import read_weights
 from megaponder.data.tokenizer import load_tokenizer
@@ -46,7 +46,7 @@ def test_sizes(copy: Path, tmp_path: Path) -> None:
         load_state(copy)
     grow(copy / ".metadata")
     with pytest.raises(ValueError, match="a file of its kind has at most 1,073,741,824"):
-        stored.index(copy)
+        reader.index(copy)
     for name in ("tokenizer.json", "tokenizer.model"):
         (tmp_path / name).touch()
         grow(tmp_path / name)
@@ -72,5 +72,5 @@ def test_lists_that_tensors_share(copy: Path) -> None:
     (copy / ".metadata").write_bytes(pickle.dumps(found))
     began = time.monotonic()
     with pytest.raises(ValueError, match="several of its tensors have one list of parts"):
-        stored.index(copy)
+        reader.index(copy)
     assert places.relative_path and time.monotonic() - began < 10

@@ -29,7 +29,7 @@ def write_index(path: Path, *shards: str, objects: tuple[str, ...] = ()) -> None
 
 
 def save(root: Path, step: int, size: int = 1000) -> Path:
-    path = folder.begin(root, step)
+    path = folder.create(root, step)
     write_index(path, "__0_0.distcp", "__1_0.distcp")
     for name in ("common.pt", "metadata.json", "config.yaml"):
         (path / name).write_text(name)
@@ -197,7 +197,7 @@ def test_ranks_that_divide_the_reading_find_every_flip(tmp_path):
 
 def test_half_written_folders_are_never_chosen_and_are_swept(tmp_path):
     old = save(tmp_path, 1)
-    left = folder.begin(tmp_path, 2)
+    left = folder.create(tmp_path, 2)
     assert choose(tmp_path).path == old and choose(tmp_path).skipped == ()
     assert folder.sweep(tmp_path) == [left] and left.name.startswith(".step_00000002.")
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
@@ -211,7 +211,7 @@ def test_a_damaged_checkpoint_is_replaced_when_the_run_passes_it_again(tmp_path)
 
 def test_a_run_folder_that_was_removed_does_not_come_back(tmp_path):
     with pytest.raises(FileNotFoundError):
-        folder.begin(tmp_path / "gone" / "checkpoints", 1)
+        folder.create(tmp_path / "gone" / "checkpoints", 1)
     assert not (tmp_path / "gone").exists()
 
 

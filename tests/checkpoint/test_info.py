@@ -23,7 +23,7 @@ from megaponder.errors import UserError
 
 
 def build(root: Path) -> Path:
-    path = folder.begin(root, 5)
+    path = folder.create(root, 5)
     tensors = {
         "embedding.word_embeddings.weight": torch.randn(96, 8),
         "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight": torch.randn(8),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megaponder.checkpoint import folder, stored
+from megaponder.checkpoint import folder, reader
 from tests.distributed import run_workers
 from tests.training import datasets
 
@@ -95,9 +95,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_they_are_plain_tensors_by_layer(saved: dict[str, Any]) -> None:
     path = folder.final(Path(saved["run"]) / "checkpoints", 1)
-    names = {name for name in stored.tensors(path) if name.startswith("fp8.")}
+    names = {name for name in reader.tensors(path) if name.startswith("fp8.")}
     assert len(names) == 8 and "fp8.layers.1.proj.scaling_bwd.amax_history" in names
-    assert not names & set(stored.parameters(path))
+    assert not names & set(reader.parameters(path))
 
 
 def test_another_layout_has_them(saved: dict[str, Any]) -> None:

@@ -50,7 +50,7 @@ def watch(shapes: list[tuple[int, int]]) -> list[tuple[int, int, list[int], bool
     from megaponder.config.schema import ModelConfig, RunConfig
     from megaponder.data.batch import MicroBatch
     from megaponder.engine import groups
-    from megaponder.engine.cpu import install
+    from megaponder.engine.cuda_on_cpu import install
 
     install()
     from megaponder.engine.build import build_engine

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaponder.config.facts import MethodFacts, facts_of
+from megaponder.config.method_facts import MethodFacts, facts_of
 from megaponder.config.rules import RULES, Machine, check
 from megaponder.config.rules.layout import choose_group, group_fits
 from megaponder.errors import ConfigError

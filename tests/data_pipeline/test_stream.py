@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megaponder.config.schema import RunConfig
 from megaponder.data.batch import MicroBatch
-from megaponder.data.order import EpochGPTDataset, epochs_for, samples_in
+from megaponder.data.sample_order import EpochGPTDataset, epochs_for, samples_in
 from megaponder.data.stream import SampleStream, build_streams
 from megaponder.errors import ConfigError, UserError
 from tests.data_pipeline.make import config, random_documents, write_documents

@@ -6,11 +6,11 @@ import re
 
 import pytest
 
-from megaponder.engine import cpu
+from megaponder.engine import cuda_on_cpu
 from tests.docs import foreign
 
 TEXT = (foreign.ROOT / "docs" / "megatron.md").read_text()
-cpu.install()
+cuda_on_cpu.install()
 
 
 def table(heading: str) -> list[list[str]]:

@@ -19,7 +19,7 @@ def losses(method: str, option: str) -> list[dict[str, Any]]:
     from megaponder.config.schema import ModelConfig, RunConfig
     from megaponder.data.batch import MicroBatch
     from megaponder.engine import groups
-    from megaponder.engine.cpu import install
+    from megaponder.engine.cuda_on_cpu import install
 
     install()
     from megaponder.engine.build import build_engine

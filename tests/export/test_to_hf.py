@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from megaponder.errors import UserError
-from megaponder.export import compose, configs, extra, to_hf
+from megaponder.export import compose, configs, requirements, to_hf
 from megaponder.export.from_hf import import_hf
 from megaponder.export.to_hf import export
 from tests.export import checkpoints
@@ -217,7 +217,7 @@ def test_unknown_parameters_stop_the_export(tmp_path: Path) -> None:
 
 
 def test_transformers_is_named_where_it_is_absent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(extra, "find_spec", lambda name: None)
+    monkeypatch.setattr(requirements, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r'pip install "megaponder\[export\]"'):
         export(tmp_path, tmp_path / "hf")
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megaponder.checkpoint import stored
+from megaponder.checkpoint import reader
 from megaponder.monitor.jsonl import read
 from tests.distributed import run_workers
 from tests.gpu.test_capture import PRECISIONS
@@ -65,14 +65,14 @@ def train(world: int, jobs: list[dict[str, Any]]) -> None:
 
 
 def tensors(root: Path, name: str) -> dict[str, tuple[int, ...]]:
-    shapes = stored.shapes(root / name / "checkpoints" / "step_00000008")
+    shapes = reader.shapes(root / name / "checkpoints" / "step_00000008")
     return {key: shape for key, shape in shapes.items() if not key.startswith("random.")}
 
 
 def scales(root: Path, name: str) -> dict[str, Any]:
     """FP8's scales and histories in the last checkpoint."""
     path = root / name / "checkpoints" / "step_00000008"
-    return stored.read(path, {n: m for n, m in stored.tensors(path).items() if n.startswith("fp8.")})
+    return reader.read(path, {n: m for n, m in reader.tensors(path).items() if n.startswith("fp8.")})
 
 
 @pytest.fixture(scope="module")

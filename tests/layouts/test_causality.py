@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaponder.engine import cpu
+from megaponder.engine import cuda_on_cpu
 from tests.layouts.cases import CASES, LAYOUTS, VOCAB, disturb, run_config
 
-cpu.install()
+cuda_on_cpu.install()
 
 from megaponder.data.batch import MicroBatch  # noqa: E402
 from megaponder.engine import groups  # noqa: E402

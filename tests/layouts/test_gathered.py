@@ -20,7 +20,7 @@ SHAPES = ["one-batch1", "one-recompute-some"]
 
 def both_ways() -> dict[str, Any]:
     """In a worker: (layout, case) -> results gathered, results masked, and how many passes had fewer rows."""
-    from megaponder.engine.cpu import install
+    from megaponder.engine.cuda_on_cpu import install
 
     install()
     from megaponder.engine.model import PonderStage

@@ -20,7 +20,7 @@ def riders(layout: str, dtype: str) -> dict[str, dict[int, np.ndarray]]:
     """In a worker: case -> pass -> riders of all micro-batches, as this rank's first layer sees them."""
     from megaponder.backbone.init import global_names
     from megaponder.engine import groups as engine_groups
-    from megaponder.engine.cpu import install
+    from megaponder.engine.cuda_on_cpu import install
 
     install()
     from megaponder.engine.build import build_engine

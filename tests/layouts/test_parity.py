@@ -10,13 +10,13 @@ import torch
 
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import ModelConfig, RunConfig
-from megaponder.engine import cpu
+from megaponder.engine import cuda_on_cpu
 from tests.layouts import official
 from tests.layouts.cases import CASES, LAYOUTS, LENGTH, VOCAB, Case, disturb, run_config
 from tests.oracles.reference import Oracle
 from tests.tolerance import RTOL
 
-cpu.install()
+cuda_on_cpu.install()
 
 from megaponder.data.batch import MicroBatch  # noqa: E402
 from megaponder.engine import groups  # noqa: E402

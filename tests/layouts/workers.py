@@ -48,7 +48,7 @@ def run_layout(layout: str, cases: list[str]) -> dict[str, Any]:
 
     from megaponder.backbone.init import global_names
     from megaponder.engine import groups as engine_groups
-    from megaponder.engine.cpu import install
+    from megaponder.engine.cuda_on_cpu import install
 
     torch.set_num_threads(1)
     install()

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from megaponder.config.facts import MethodFacts
 from megaponder.config.load import from_mapping
+from megaponder.config.method_facts import MethodFacts
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import RunConfig
 from megaponder.plan.parameters import model_parameters, rank_parameters

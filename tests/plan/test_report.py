@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megaponder.config.facts import facts_of
 from megaponder.config.gpus import GPUS, find_gpu
 from megaponder.config.load import from_mapping
+from megaponder.config.method_facts import facts_of
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import RunConfig
 from megaponder.plan.build import Plan, build_plan

@@ -11,9 +11,9 @@ EOD = 0
 
 def write(prefix: Path, tokens: int, seed: int, vocabulary: int = 90) -> str:
     """A dataset of exactly `tokens` random tokens in documents of 5 to 40, each ending with EOD; returns its prefix."""
-    from megaponder.engine import cpu
+    from megaponder.engine import cuda_on_cpu
 
-    cpu.install()
+    cuda_on_cpu.install()
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 

@@ -58,10 +58,10 @@ def spike(engine: Any, step: int, out: Any) -> Any:
 
 def _memory(engine: Any, optimizer: Any) -> dict[str, Any]:
     """Copies of all parameters, moments, masters and counts."""
-    from megaponder.checkpoint import moments
+    from megaponder.checkpoint import optimizer_state
 
     found = {f"p.{n}": p.detach().clone() for n, p in engine.stage.named_parameters()}
-    for i, part in enumerate(moments.parts(optimizer)):
+    for i, part in enumerate(optimizer_state.parts(optimizer)):
         for j, state in enumerate(part.optimizer.state.values()):
             found |= {f"{i}.{j}.{n}": t.clone() if hasattr(t, "clone") else t for n, t in state.items()}
         for j, p in enumerate(p for g in part.optimizer.param_groups for p in g["params"]):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megaponder.checkpoint import folder, stored
+from megaponder.checkpoint import folder, reader
 from megaponder.checkpoint.restore import METHOD
 from megaponder.export.from_hf import import_hf
 from tests.tolerance import ATOL, RTOL
@@ -31,8 +31,8 @@ HF = {
 def tensors(run: Path, step: int) -> dict[str, np.ndarray]:
     """Everything in a checkpoint but the random states."""
     path = folder.final(run / "checkpoints", step)
-    names = {n: m for n, m in stored.tensors(path).items() if not n.startswith("random.")}
-    return {n: t.float().numpy() for n, t in stored.read(path, names).items()}
+    names = {n: m for n, m in reader.tensors(path).items() if not n.startswith("random.")}
+    return {n: t.float().numpy() for n, t in reader.read(path, names).items()}
 
 
 @pytest.fixture(scope="module")

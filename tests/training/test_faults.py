@@ -14,8 +14,8 @@ import pytest
 from megaponder.checkpoint import folder, manifest
 from megaponder.checkpoint.state import load_state
 from megaponder.monitor.jsonl import read
+from megaponder.training.fault_record import past
 from megaponder.training.faults import is_spike
-from megaponder.training.record import past
 from megaponder.training.stragglers import slowest
 from tests.distributed import Workers, free_port
 from tests.training.conftest import Base
@@ -228,7 +228,7 @@ def test_stragglers_by_node() -> None:
 
 
 def test_the_record_is_plain_json(tmp_path: Path) -> None:
-    from megaponder.training.record import write
+    from megaponder.training.fault_record import write
 
     write(tmp_path / "faults.jsonl", "skipped", step=3, loss=float("inf"), grad_norm=1.5)
     row = json.loads((tmp_path / "faults.jsonl").read_text())

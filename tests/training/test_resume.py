@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megaponder.checkpoint import folder, manifest, stored
+from megaponder.checkpoint import folder, manifest, reader
 from megaponder.checkpoint.weights import load_weights
 from tests.distributed import Workers
 from tests.tolerance import ATOL, RTOL
@@ -166,8 +166,8 @@ def test_weights_load_without_a_launcher_from_any_layout(base: Base, resharded: 
 
 def everything(path) -> dict[str, np.ndarray]:
     """All tensors of a checkpoint but the random states."""
-    names = {n: m for n, m in stored.tensors(path).items() if not n.startswith("random.")}
-    return {n: t.float().numpy() for n, t in stored.read(path, names).items()}
+    names = {n: m for n, m in reader.tensors(path).items() if not n.startswith("random.")}
+    return {n: t.float().numpy() for n, t in reader.read(path, names).items()}
 
 
 def test_every_moment_survives_every_layout(base: Base, resharded: str):

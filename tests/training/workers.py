@@ -143,7 +143,7 @@ def spoil_after_async_save(at_step: int, **job: Any) -> None:
     """Train, and right after an asynchronous save has begun overwrite all parameters and moments."""
     import torch
 
-    from megaponder.checkpoint import moments
+    from megaponder.checkpoint import optimizer_state
     from megaponder.checkpoint.save import Saver
 
     original = Saver.save
@@ -152,7 +152,7 @@ def spoil_after_async_save(at_step: int, **job: Any) -> None:
         original(self, state)
         if state.step == at_step:
             with torch.no_grad():
-                for part in moments.parts(self.optimizer):
+                for part in optimizer_state.parts(self.optimizer):
                     for tensors in part.optimizer.state.values():
                         for tensor in tensors.values():
                             tensor.fill_(7.0)

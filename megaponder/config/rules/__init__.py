@@ -6,7 +6,7 @@ order of the tables is the order of checking: simple ranges first, so that later
 
 from __future__ import annotations
 
-from megaponder.config.facts import MethodFacts
+from megaponder.config.method_facts import MethodFacts
 from megaponder.config.rules import data, layout, model, precision, run
 from megaponder.config.rules.case import Case, Machine, Rule
 from megaponder.config.schema import RunConfig

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megaponder.config.facts import MethodFacts
+from megaponder.config.method_facts import MethodFacts
 from megaponder.config.schema import RunConfig
 from megaponder.errors import ConfigError
 

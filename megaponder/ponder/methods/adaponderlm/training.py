@@ -82,7 +82,7 @@ class AdaPonderLM(AlignedHalting):
     ) -> tuple[Tensor, Tensor]:
         gate = tools.modules["gates"][p.index]  # type: ignore[index]
         logit = tools.on(active, lambda h: linear32(gate[2], torch.relu(linear32(gate[0], h))), state)
-        logit = tools.agree(logit[..., 0])
+        logit = tools.broadcast(logit[..., 0])
         carry[f"logit{p.index}"], carry[f"asked{p.index}"] = logit, active & (tools.valid_sb > 0)
         s = logit.sigmoid()
         return s, s >= self.options.threshold
@@ -93,10 +93,10 @@ class AdaPonderLM(AlignedHalting):
         asked = torch.stack([carry[f"asked{i}"] for i in range(self.options.steps)], dim=0)
         values = logits.clamp(min=CLAMP) if self.options.cost_on == "logit" else logits.sigmoid()
         # [passes, n, b] of whole sequences: the selection is the same on every rank, each takes its own tokens of it
-        everyone = torch.stack([tools.whole(x) for x in values])
-        selected, count = smallest(everyone, torch.stack([tools.whole(x.float()) > 0.5 for x in asked]), share)
-        own = torch.stack([tools.mine(x.float()) for x in selected])
-        tokens = tools.whole(tools.valid_sb).sum(0)
+        everyone = torch.stack([tools.gather(x) for x in values])
+        selected, count = smallest(everyone, torch.stack([tools.gather(x.float()) > 0.5 for x in asked]), share)
+        own = torch.stack([tools.scatter(x.float()) for x in selected])
+        tokens = tools.gather(tools.valid_sb).sum(0)
         return self.options.cost_weight * ((values * own).sum((0, 1)) * tokens / count.clamp(min=1)).sum()
 
     def gate_values(self, carry: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -14,7 +14,7 @@ from megaponder.decoding.passes import Run, View, readable
 
 
 @dataclass
-class Union(View):
+class Merged(View):
     """Rows read the keys of all passes up to their own."""
 
     def join(self, entry: int, k: Tensor, v: Tensor, before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -31,12 +31,12 @@ class Union(View):
         return () if self.cache is not None else (*before, k, v)
 
 
-def union(run: Run, index: int, alive: Tensor | None) -> Union:
+def merged(run: Run, index: int, alive: Tensor | None) -> Merged:
     """A pass whose rows read all living rows of passes 0 .. index of their token and those before."""
     token = run.add(index, 1, alive)
     seen = [run.rows[i] for i in range(index + 1)]
     keys = torch.cat([rows.token for rows in seen])
-    return Union(run.positions, readable(token, keys, run.there(seen)), None, run.cache)
+    return Merged(run.positions, readable(token, keys, run.there(seen)), None, run.cache)
 
 
 class AdaptiveCot(DecodingMethod):
@@ -60,7 +60,7 @@ class AdaptiveCot(DecodingMethod):
         kept: list[tuple[Tensor, ...]] = [()] * len(net.layers)
         out, reach, alive = torch.zeros_like(x), wide(torch.ones_like(x[..., 0])), run.real
         for step in range(steps + 1):
-            x = net.norm(net.stack(x, step, union(run, step, alive if step else None), kept))
+            x = net.norm(net.stack(x, step, merged(run, step, alive if step else None), kept))
             on = reach * linear(model.method["router"], x)[..., 0].sigmoid()
             go_on = alive & (on >= self.options["threshold"]) & (step < steps)
             mass = torch.where(go_on, reach - on, reach) * alive

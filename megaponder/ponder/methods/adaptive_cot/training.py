@@ -100,14 +100,14 @@ class AdaptiveCot(Method):
         core: CoreAttention,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         assert riders is not None
-        kept = (*kept, core.place(k), core.place(v), riders[..., 0].detach())
+        kept = (*kept, core.scatter(k), core.scatter(v), riders[..., 0].detach())
         keys, values, alive = kept[0::3], kept[1::3], [a > 0.5 for a in kept[2::3]]
-        return core(q, k, v) if p.index == 0 else core.union(q, keys, values, alive), kept
+        return core(q, k, v) if p.index == 0 else core.merged(q, keys, values, alive), kept
 
     def leave(self, p: Pass, rows: Tensor, riders: Tensor | None, carry: dict[str, Tensor], tools: ExitTools) -> Flow:
         assert riders is not None
         h, alive = tools.norm(rows), riders[..., 0] > 0.5
-        gate = tools.agree(linear32(tools.modules["router"], h)[..., 0]).sigmoid()
+        gate = tools.broadcast(linear32(tools.modules["router"], h)[..., 0]).sigmoid()
         reach = carry["reach"] if p.index else torch.ones_like(gate)
         on = reach * gate
         go_on = alive & (on >= self.options.threshold)

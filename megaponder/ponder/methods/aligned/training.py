@@ -62,7 +62,7 @@ class AlignedHalting(PonderLM):
         core: CoreAttention,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         if kept:
-            k, v = core.place(k, kept[0]), core.place(v, kept[1])
+            k, v = core.scatter(k, kept[0]), core.scatter(v, kept[1])
         return core(q, k, v), (k, v)
 
     def leave(self, p: Pass, rows: Tensor, riders: Tensor | None, carry: dict[str, Tensor], tools: ExitTools) -> Flow:

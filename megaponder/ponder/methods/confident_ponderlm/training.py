@@ -43,4 +43,4 @@ class ConfidentPonderLM(AlignedHalting):
     ) -> tuple[None, Tensor]:
         if self.options.threshold >= 1.0:
             return None, torch.ones_like(active)
-        return None, tools.agree(tools.confidence(state)) < self.options.threshold
+        return None, tools.broadcast(tools.confidence(state)) < self.options.threshold

@@ -114,7 +114,7 @@ class PonderLM3(LatentMethod):
     def _route(self, p: Pass, h: Tensor, tools: ExitTools) -> Tensor:
         """Router logits [n, b, K + 1] from the states of slot 0."""
         slots = len(p.reads) if p.reads is not None else p.slots
-        return tools.agree(linear32(tools.modules["router"], slot(h, slots, 0)))
+        return tools.broadcast(linear32(tools.modules["router"], slot(h, slots, 0)))
 
     def leave(self, p: Pass, rows: Tensor, riders: Tensor | None, carry: dict[str, Tensor], tools: ExitTools) -> Flow:
         h = tools.norm(rows)
@@ -140,7 +140,7 @@ class PonderLM3(LatentMethod):
         excess = (expected - self.options.target_depth) * valid
         if self.options.target_depth:
             # relu of a sequence's mean, times its tokens; whole sequences decide, so no layout matters
-            excess = excess * (tools.whole(excess).sum(0) > 0)
+            excess = excess * (tools.gather(excess).sum(0) > 0)
         weight = self.options.cost_weight * ramp(tools.step, self.options.ramp_start, self.options.ramp_end)
         return weight * excess.sum()
 

@@ -11,8 +11,8 @@ import torch._dynamo  # optimizers import it at their first step
 import torch.distributed.checkpoint  # noqa: F401
 
 if not Path("/dev/nvidiactl").exists():  # a process that has touched CUDA cannot be forked
-    from megaponder.engine import cpu
+    from megaponder.engine import cuda_on_cpu
 
-    cpu.install()
+    cuda_on_cpu.install()
     import megatron.core.dist_checkpointing
     import megatron.core.optimizer  # noqa: F401

@@ -1,4 +1,4 @@
-"""Gathering active rows and putting them back."""
+"""Gathering active rows and scattering them back."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaponder.engine.rows import SIZES, Rows, places_for, unit_of
+from megaponder.engine.active_rows import SIZES, Rows, places_for, unit_of
 
 
 @settings(deadline=None, max_examples=60)
@@ -16,11 +16,11 @@ def test_rows_come_back_where_they_were(seed: int, n: int, share: float) -> None
     active, x = torch.rand(n, 3, generator=draw) < share, torch.randn(n, 3, 4, generator=draw)
     rows = Rows(active)
     assert rows.places >= int(active.sum(0).max()) and rows.places <= n
-    assert rows.places % max(1, n // SIZES) == 0 or rows.all_of_them
+    assert rows.places % max(1, n // SIZES) == 0 or rows.covers_all
     old = torch.randn(n, 3, 4, generator=draw)
-    got = rows.put(2 * rows.take(x), old)
+    got = rows.scatter(2 * rows.gather(x), old)
     assert torch.equal(got, torch.where(active[..., None], 2 * x, old))
-    assert torch.equal(rows.alone(rows.take(x) + 1), torch.where(active[..., None], x + 1, 0.0))
+    assert torch.equal(rows.scatter(rows.gather(x) + 1), torch.where(active[..., None], x + 1, 0.0))
     for b in range(3):  # active tokens come first and keep their order
         there = active[:, b].nonzero()[:, 0]
         assert torch.equal(rows.index[: len(there), b], there)

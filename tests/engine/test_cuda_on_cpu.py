@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megaponder.engine import cpu
+from megaponder.engine import cuda_on_cpu
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU backend is not in force where there is a GPU")
 def test_gradient_norms_of_large_tensors_are_exact() -> None:
-    cpu.install()
+    cuda_on_cpu.install()
     from megatron.core.optimizer import clip_grads
 
     draw = torch.Generator().manual_seed(0)

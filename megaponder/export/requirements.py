@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from megaponder.errors import UserError
 
 
-def need_transformers(what: str) -> None:
+def require_transformers(what: str) -> None:
     """UserError naming the extra where transformers is absent."""
     if find_spec("transformers") is None:
         raise UserError(f'{what} needs transformers, which is not installed; run: pip install "megaponder[export]".')

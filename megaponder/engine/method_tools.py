@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megaponder.engine.model import PonderStage
 
 
-class _FromFirst(torch.autograd.Function):
+class _Broadcast(torch.autograd.Function):
     """Broadcast from the group's first rank; the gradient stays where it is, since all ranks compute the same one."""
 
     @staticmethod
@@ -76,18 +76,18 @@ class StageExitTools:
             sequence_parallel=stage.config.sequence_parallel,
         )
 
-    def agree(self, x: Tensor) -> Tensor:
+    def broadcast(self, x: Tensor) -> Tensor:
         """The first tensor rank's values, on all of them: what a decision is made from must be equal bit for bit."""
         groups = self._stage.groups
         if groups.tp_size == 1 or self._stage.config.sequence_parallel:
             return x  # under sequence parallelism a token lives on one rank only
-        return _FromFirst.apply(x, groups.tp)
+        return _Broadcast.apply(x, groups.tp)
 
     def on(self, active: Tensor, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """compute(x) at active tokens, 0 at the others; with skip_halted the others are left out of the work."""
         rows = self._stage.gathered(active)
         if rows is not None:
-            return rows.alone(compute(rows.take(x)))
+            return rows.scatter(compute(rows.gather(x)))
         out = compute(x)
         return only(active, out, torch.zeros_like(out))
 
@@ -97,9 +97,9 @@ class StageExitTools:
         stage, labels = self._stage, self._batch.labels_bn.t().contiguous()
         rows = stage.gathered(active)
         if rows is None:
-            return self.mine(torch.exp(-stage.cross_entropy(h_sbh.detach(), labels)))
-        p = torch.exp(-stage.cross_entropy(rows.take(h_sbh.detach()), rows.whole().take(labels)))
-        return rows.alone(self.mine(p))
+            return self.scatter(torch.exp(-stage.cross_entropy(h_sbh.detach(), labels)))
+        p = torch.exp(-stage.cross_entropy(rows.gather(h_sbh.detach()), rows.all_gather().gather(labels)))
+        return rows.scatter(self.scatter(p))
 
     @torch.no_grad()
     def confidence(self, h_sbh: Tensor) -> Tensor:
@@ -109,25 +109,25 @@ class StageExitTools:
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=tp)
         total = (logits - top[..., None]).exp().sum(-1)
         dist.all_reduce(total, group=tp)
-        return self.mine(1.0 / total)
+        return self.scatter(1.0 / total)
 
-    def whole(self, x_sb: Tensor) -> Tensor:
+    def gather(self, x_sb: Tensor) -> Tensor:
         """Values of all tokens of each sequence, without gradient."""
         if self._stage.config.sequence_parallel:
             return gather_from_sequence_parallel_region(x_sb.detach(), group=self._stage.groups.tp)
         return x_sb.detach()
 
-    def mine(self, x_nb: Tensor) -> Tensor:
+    def scatter(self, x_nb: Tensor) -> Tensor:
         """This rank's tokens."""
         if self._stage.config.sequence_parallel:
             return scatter_to_sequence_parallel_region(x_nb.contiguous(), group=self._stage.groups.tp)
         return x_nb
 
     def _local(self, x_bn: Tensor) -> Tensor:
-        return self.mine(x_bn.t().contiguous())
+        return self.scatter(x_bn.t().contiguous())
 
     @property
-    def whole_mask_nb(self) -> Tensor:
+    def full_mask_nb(self) -> Tensor:
         """`valid_sb` of all tokens, on every tensor rank."""
         return self._batch.loss_mask_bn.t()
 

@@ -1,4 +1,4 @@
-"""Halted tokens leave the computation: the rows of active tokens are gathered, run, and put back.
+"""Halted tokens leave the computation: the rows of active tokens are gathered, run, and scattered back.
 
 A stage knows who is active from the rider mask.  Every sequence of a micro-batch gets the same number of places, the
 largest count rounded up to one of 16 sizes; places that are left over hold halted tokens, whose results are dropped.
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megaponder.engine.row_kernels import only, put_rows, take_rows
+from megaponder.engine.row_kernels import gather_rows, only, scatter_rows
 
 SIZES = 16
 """Sizes that a gathered pass may have: few shapes for kernels and captured graphs."""
@@ -67,20 +67,16 @@ class Rows:
         number = torch.arange(self.places, device=self.index.device)[:, None].expand_as(self.index)
         return torch.full_like(self.active, self.places, dtype=torch.long).scatter(0, self.index, number)
 
-    def take(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         """Rows at the places: [s, b, ...] -> [c, b, ...]."""
-        return take_rows(x, self.index, self._inverse)
+        return gather_rows(x, self.index, self._inverse)
 
-    def put(self, new: Tensor, old: Tensor) -> Tensor:
-        """`old` [s, b, ...] with the active tokens' rows from `new` [c, b, ...]."""
-        return put_rows(new, old, self.index, self._inverse, self.active)
+    def scatter(self, new: Tensor, old: Tensor | None = None) -> Tensor:
+        """`old` [s, b, ...] (None: zeros) with the active tokens' rows from `new` [c, b, ...]."""
+        return scatter_rows(new, old, self.index, self._inverse, self.active)
 
-    def alone(self, new: Tensor) -> Tensor:
-        """The active tokens' rows from `new` [c, b, ...] among rows of zeros: [s, b, ...]."""
-        return put_rows(new, None, self.index, self._inverse, self.active)
-
-    def whole(self) -> Rows:
-        """The places of all ranks of the group, as places in the whole sequence."""
+    def all_gather(self) -> Rows:
+        """The places of all ranks of the group, numbered in the full sequence."""
         if self._group is None or self._group.size() == 1:
             return self
         size, rank = self._group.size(), self._group.rank()
@@ -93,8 +89,8 @@ class Rows:
         return out
 
     @property
-    def all_of_them(self) -> bool:
-        """There is a place for every token: gathering would only cost."""
+    def covers_all(self) -> bool:
+        """Every token has a place, so gathering would save nothing."""
         return self.places == self.active.shape[0]
 
 
@@ -107,8 +103,8 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 class Attending:
     """What `Method.attend` calls (ponder.base.CoreAttention): attention of this pass's rows, gathered or not.
 
-    Gathered queries are put back for the attention alone: a fused causal kernel over all rows is faster than any mask
-    over fewer, and what it wastes is a small part of a pass (measured in benchmarks/halting.py).
+    Gathered queries are scattered back for the attention only: a fused causal kernel over all rows is faster than any
+    mask over fewer, and what it wastes is a small part of a pass (measured in benchmarks/halting.py).
     """
 
     def __init__(self, core: Any, rows: Rows | None, active: Tensor | None, layer: int, modules: nn.ModuleDict):
@@ -116,18 +112,18 @@ class Attending:
         self.layer, self.modules = layer, modules
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None = None) -> Tensor:
-        out: Tensor = self._core(self.place(q), k, v, key_bias)
-        return out if self._rows is None else self._rows.take(out)
+        out: Tensor = self._core(self.scatter(q), k, v, key_bias)
+        return out if self._rows is None else self._rows.gather(out)
 
-    def union(
+    def merged(
         self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], alive: Sequence[Tensor | None]
     ) -> Tensor:
         """One softmax over several key sets."""
-        out: Tensor = self._core.union(self.place(q), keys, values, alive)
-        return out if self._rows is None else self._rows.take(out)
+        out: Tensor = self._core.merged(self.scatter(q), keys, values, alive)
+        return out if self._rows is None else self._rows.gather(out)
 
-    def place(self, new: Tensor, old: Tensor | None = None) -> Tensor:
+    def scatter(self, new: Tensor, old: Tensor | None = None) -> Tensor:
         """Rows of all tokens: `new` at active tokens, `old` (None: anything finite) at the others."""
         if self._rows is not None:
-            return self._rows.alone(new) if old is None else self._rows.put(new, old)
+            return self._rows.scatter(new, old)
         return new if old is None or self._active is None else only(self._active, new, old)
