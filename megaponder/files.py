@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and that survive a crash once they are there."""
+"""Files that are written atomically and survive a crash once they exist."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BLOCK = 1 << 24
 
 
 def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
-    """Write under a temporary name, bring it to the disk, rename: readers see the old file or the new one."""
+    """Write under a temporary name, fsync, rename: readers see the old file or the new one."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -33,7 +33,7 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
 
 @contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Errors of a full disk inside the block name this file; the system names none."""
+    """Makes disk-full errors inside the block name this file, since the system names none."""
     try:
         yield
     except OSError as error:
@@ -48,7 +48,7 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def sync(path: str | os.PathLike[str]) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
+    """fsync a file, or the names in a folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -57,14 +57,14 @@ def sync(path: str | os.PathLike[str]) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what killed processes have left of `write_bytes`; only the owner of the folder may call this."""
+    """Remove temporary files that killed processes left behind; only the owner of the folder may call this."""
     for path in folder.glob(".*.tmp"):
         if path.is_file() and path.name.split(".")[-2].isdecimal():
             path.unlink(missing_ok=True)
 
 
 def checksum(path: Path, fresh: bool = False) -> int:
-    """CRC-32 of a file's bytes; `fresh`: read from the disk, or the server, and not from the system's cache."""
+    """CRC-32 of a file's bytes; `fresh`: read from the disk or server, not from the system's cache."""
     value = 0
     with path.open("rb") as file:
         if fresh and hasattr(os, "posix_fadvise"):
@@ -75,26 +75,26 @@ def checksum(path: Path, fresh: bool = False) -> int:
 
 
 def refuse_lost_link(path: Path) -> None:
-    """UserError for a link that leads nowhere, such as one to a disk that is not mounted: nothing shall begin anew."""
+    """UserError for a broken link, such as one to a disk that is not mounted: the run must not start from scratch."""
     if path.is_symlink() and not path.exists():
         where = path.readlink()
-        raise UserError(f"{path} is a link to {where}, which is not there; bring that back, or remove the link.")
+        raise UserError(f"{path} is a link to {where}, which does not exist; restore the target, or remove the link.")
 
 
 def is_special(path: Path) -> bool:
-    """Whether a pipe, a socket or a device lies there: opening one may wait for ever."""
+    """Whether the path is a pipe, a socket or a device: opening one may block for ever."""
     return path.exists() and not (path.is_file() or path.is_dir())
 
 
 class TooLargeError(UserError, ValueError):
-    """A file is none, or larger than one of its kind can be."""
+    """Not a regular file, or larger than a file of its kind can be."""
 
 
 def read_bounded(path: str | os.PathLike[str], most: int) -> bytes:
-    """The bytes of a file from elsewhere; TooLargeError for more than `most`, a pipe or a device."""
+    """The bytes of an untrusted file; TooLargeError for more than `most`, a pipe or a device."""
     path = Path(path)
     if is_special(path):
-        raise TooLargeError(f"{path} is a pipe or a device; a file is needed.")
+        raise TooLargeError(f"{path} is a pipe or a device; a regular file is needed.")
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         content = b"" if size > most else file.read(most + 1)
@@ -104,18 +104,18 @@ def read_bounded(path: str | os.PathLike[str], most: int) -> bytes:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The path of file `name` of a folder from elsewhere, with links followed; UserError where they leave the folder.
+    """The path of file `name` in an untrusted folder, with links resolved; UserError if it lies outside the folder.
 
-    Links may lead to files below the folder.  In a snapshot of the Hugging Face cache, which is
+    Links may point to files below the folder.  In a snapshot of the Hugging Face cache, which is
     `models--.../snapshots/REVISION`, they may also lead to the files of its own `models--.../blobs`.
     """
     if "\0" in name or name in ("", ".", "..") or Path(name).name != name:
-        raise UserError(f"{folder}: {name!r} is no file of this folder.")
+        raise UserError(f"{folder}: {name!r} is not a file of this folder.")
     root = Path(os.path.realpath(folder))
     real = Path(os.path.realpath(root / name))
     cached = root.parent.name == "snapshots" and real.parent == root.parent.parent / "blobs"
     if not (real.is_relative_to(root) or cached):
         raise UserError(
-            f"{folder / name} is a link to {real}, outside its folder; put a copy of the file in its place."
+            f"{folder / name} is a link to {real}, outside its folder; replace it with a copy of the file."
         )
     return real

@@ -1,4 +1,4 @@
-"""Ranks that agree: one acts for all, all take the largest of their numbers, or all confirm what they see."""
+"""Agreement among ranks: one acts for all, all take the maximum, or all confirm what they see."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megaponder.errors import UserError, of_file
 
 T = TypeVar("T")
 PATIENCE = 15.0
-"""Seconds for which ranks look again at what they do not see alike: a network file system can lag."""
+"""Seconds for which ranks retry when they see different things: a network file system can lag."""
 
 
 def largest(value: int, device: torch.device) -> int:
-    """The largest of all ranks' numbers, on each of them."""
+    """The maximum over all ranks, on each of them."""
     box = torch.tensor([value], dtype=torch.int32, device=device)
     dist.all_reduce(box, op=dist.ReduceOp.MAX)
     return int(box.item())
@@ -45,7 +45,7 @@ def on_first_rank(action: Callable[[], T]) -> T:
 
 @dataclass(frozen=True)
 class Said:
-    """What one rank has to say."""
+    """What one rank reports."""
 
     rank: int
     host: str
@@ -65,9 +65,9 @@ def gather(value: Any) -> list[Said]:
 
 
 def confirm_same(what: str, value: str, hint: str) -> None:
-    """UserError on all ranks, naming rank and host, if one of them has another value than rank 0.  A collective.
+    """UserError on all ranks, naming rank and host, if one of them has a different value from rank 0.  A collective.
 
-    `what` begins the sentence and names the field or file, `hint` ends it with what to do.
+    `what` starts the sentence and names the field or file, `hint` ends it with what to do.
     """
     first, *others = gather(value)
     for other in others:
@@ -76,9 +76,9 @@ def confirm_same(what: str, value: str, hint: str) -> None:
 
 
 def settle(look: Callable[[], Any], patience: float | None = None) -> list[Said]:
-    """What every rank sees, once they see it alike; or what they saw last, after looking again for `patience` seconds.
+    """What every rank sees, once they all see the same; or what they saw last, after retrying for `patience` seconds.
 
-    One collective where all is well; then pauses that grow, and the time by rank 0's clock.
+    One collective if all agree; otherwise retries with growing pauses, timed by rank 0's clock.
     """
     end, pause = time.monotonic() + (PATIENCE if patience is None else patience), 0.1
     while True:
@@ -91,5 +91,6 @@ def settle(look: Callable[[], Any], patience: float | None = None) -> list[Said]
 
 
 def confirm(look: Callable[[], str | None], patience: float | None = None) -> Said | None:
-    """Let every rank look until none has a complaint (`look` returns None); the first complaint that lasts, or None."""
+    """Let every rank look until none has a complaint (`look` returns None); returns the first lasting complaint, or
+    None."""
     return next((s for s in settle(look, patience) if s.value is not None), None)

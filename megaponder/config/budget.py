@@ -6,7 +6,7 @@ from megaponder.config.schema import RunConfig
 
 
 def batch_at(cfg: RunConfig, consumed: int) -> int:
-    """Sequences of the step that begins after `consumed` sequences.
+    """Sequences in the step that starts after `consumed` sequences.
 
     The ramp-up [start, increment, sequences] goes from `start` to global_batch in equal parts of `sequences`.
     """
@@ -21,7 +21,7 @@ def batch_at(cfg: RunConfig, consumed: int) -> int:
 
 
 def sequences_after(cfg: RunConfig, steps: int, consumed: int = 0) -> int:
-    """Sequences consumed when `steps` steps have been made after `consumed` sequences."""
+    """Sequences consumed after `steps` more steps, starting from `consumed` sequences."""
     done = 0
     while done < steps and batch_at(cfg, consumed) < cfg.train.global_batch:
         consumed += batch_at(cfg, consumed)
@@ -30,7 +30,7 @@ def sequences_after(cfg: RunConfig, steps: int, consumed: int = 0) -> int:
 
 
 def steps_for_tokens(cfg: RunConfig, tokens: int, consumed: int = 0) -> int:
-    """Fewest whole steps that train on at least `tokens` tokens, after `consumed` sequences."""
+    """Smallest number of steps that trains on at least `tokens` tokens, after `consumed` sequences."""
     wanted = consumed - (-tokens // cfg.data.sequence_length)
     steps = 0
     while consumed < wanted and batch_at(cfg, consumed) < cfg.train.global_batch:
@@ -40,7 +40,8 @@ def steps_for_tokens(cfg: RunConfig, tokens: int, consumed: int = 0) -> int:
 
 
 def last_step(cfg: RunConfig, step: int, consumed: int, tokens: int) -> int:
-    """Step that ends the budget of a run which has made `step` steps of `consumed` sequences with `tokens` tokens.
+    """Step at which the budget ends, for a run that has done `step` steps over `consumed` sequences and `tokens`
+    tokens.
 
     That is train.steps, unless the budget is in tokens and earlier steps had another batch or length.
     """

@@ -17,7 +17,7 @@ from typing import Any, Literal, Union
 from megaponder.config.schema import RunConfig
 
 FREE = "ponder.options"
-"""The one mapping whose keys the schema does not know: the method checks them."""
+"""The one mapping whose keys are not in the schema: the method checks them."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Field:
 
 
 def attribute_docs(cls: type) -> dict[str, str]:
-    """Docstrings under the attributes of a dataclass and of its bases; Python keeps them in the source only."""
+    """Docstrings under the attributes of a dataclass and its bases; Python keeps them only in the source."""
     docs: dict[str, str] = {}
     for base in cls.__bases__:
         if dataclasses.is_dataclass(base):
@@ -91,22 +91,22 @@ ALIASES = {
     "rope_theta": "model.rotary_base", "rms_norm_eps": "model.norm_eps", "tie_word_embeddings": "model.tie_embeddings",
     "save_interval": "checkpoint.every", "log_interval": "logging.every",
 }  # fmt: skip
-"""Names that other systems use for our fields."""
+"""Names that other systems use for these fields."""
 
 SPELLINGS = {
     "yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false",
     "transformer_engine": "te", "transformer-engine": "te", "pytorch": "local", "torch": "local",
     "bfloat16": "bf16", "float32": "fp32", "full": "layer",
 }  # fmt: skip
-"""Words that other systems use for our values."""
+"""Words that other systems use for these values."""
 
 
 def nearest(wrong: str, legal: typing.Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The legal name that looks most like a wrong one.
+    """The legal name closest to a misspelt one.
 
-    The same word in other letters (BF16) first.  Dotted names: the same last part or its alias, then a like one in the
-    same section, then anywhere.
-    `cutoff`: least likeness, from 0 to 1.
+    The same word in a different case (BF16) comes first.  For dotted names: the same last part or its alias, then a
+    similar one in the same section, then anywhere.
+    `cutoff`: minimum similarity, from 0 to 1.
     """
     legal = list(legal)
     for name in legal:
@@ -124,7 +124,7 @@ def nearest(wrong: str, legal: typing.Iterable[str], cutoff: float = 0.6) -> str
             close = difflib.get_close_matches(tail, list(candidates), n=1, cutoff=cutoff)
             if close:
                 return candidates[close[0]]
-        return None  # whole dotted names look alike by their sections alone
+        return None  # complete dotted names look alike because of their sections
     close = difflib.get_close_matches(wrong, legal, n=1, cutoff=cutoff)
     if close:
         return close[0]
@@ -136,7 +136,7 @@ _WORDS = {int: "an integer", float: "a number", str: "text", type(None): "null"}
 
 
 def alternatives(kind: Any) -> list[str]:
-    """What a type takes: legal words as they are (true, auto, null), anything else described ('an integer')."""
+    """What a type accepts: literal words verbatim (true, auto, null), anything else described ('an integer')."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (Union, types.UnionType):
         return [word for a in args for word in alternatives(a)]
@@ -159,7 +159,7 @@ def describe_type(kind: Any) -> str:
 
 
 def item_type(kind: Any) -> Any:
-    """Type of a list's items, also of a list that may be null."""
+    """Type of a list's items, also if the list may be null."""
     of_list = kind if typing.get_origin(kind) is list else next(a for a in typing.get_args(kind) if accepts(a, list))
     return typing.get_args(of_list)[0]
 

@@ -12,9 +12,9 @@ class Gpu:
     bf16_tflops: float
     fp8_tflops: float | None
     memory_gib: float
-    """What the driver reports as total, about."""
+    """Approximately what the driver reports as total."""
     capability: tuple[int, int]
-    """Compute capability, which says what kernels a device has."""
+    """Compute capability, which determines which kernels a device has."""
 
 
 GPUS: dict[str, Gpu] = {
@@ -30,7 +30,7 @@ GPUS: dict[str, Gpu] = {
 }
 DEFAULT_GPU = "h100-sxm"
 
-# parts of the names that drivers report, most particular first
+# substrings of the names that drivers report, most specific first
 _NAMES: tuple[tuple[str, str], ...] = (
     ("GH200", "gh200"),
     ("H200", "h200"),
@@ -46,5 +46,5 @@ _NAMES: tuple[tuple[str, str], ...] = (
 
 
 def find_gpu(device_name: str) -> Gpu | None:
-    """The entry of a name as torch.cuda.get_device_name gives it; None for an unknown device."""
+    """The entry for a name as given by torch.cuda.get_device_name; None for an unknown device."""
     return next((GPUS[key] for part, key in _NAMES if part in device_name), None)

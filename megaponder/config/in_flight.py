@@ -1,7 +1,7 @@
-"""What a pipeline stage holds at once: passes of micro-batches between their forward and their backward.
+"""What a pipeline stage holds at once: passes of micro-batches between forward and backward.
 
-Counted by going through the order in which megatron-core's schedules run them: all passes of a micro-batch where there
-is one stage, 1F1B for one pass, interleaved 1F1B with groups of micro-batches otherwise.
+Counted by following the order of megatron-core's schedules: all passes of a micro-batch if there is one stage, 1F1B for
+one pass, interleaved 1F1B with groups of micro-batches otherwise.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import lru_cache
 
 @dataclass(frozen=True)
 class InFlight:
-    """Largest numbers at once on one stage."""
+    """Peak counts on one stage."""
 
     passes: int
     """Passes, of all micro-batches."""
@@ -24,10 +24,11 @@ class InFlight:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Of each pass: places for its micro-batches, so that number i may always use place i modulo that.
+        """For each pass: the number of buffers for its micro-batches, so that micro-batch i can always use i modulo
+        that.
 
-        Micro-batches go through a pass in their order, so any number of places that `of_pass` fits in will do; divisors
-        of `micro_batches` make the place follow from i modulo `micro_batches`.
+        Micro-batches go through a pass in order, so any number of buffers of at least `of_pass` works; with divisors of
+        `micro_batches` the buffer follows from i modulo `micro_batches`.
         """
         divisors = [n for n in range(1, self.micro_batches + 1) if self.micro_batches % n == 0]
         return tuple(next(n for n in divisors if n >= most) for most in self.of_pass)
@@ -36,20 +37,20 @@ class InFlight:
 @lru_cache
 def in_flight(stage: int, stages: int, passes: int, micro_batches: int, group: int) -> InFlight:
     """Of stage `stage` of `stages`; `group`: micro-batches that run through a pass before the next pass starts."""
-    settled = (4 * stages + 4) * group  # more groups of micro-batches repeat what is there: a test compares
+    settled = (4 * stages + 4) * group  # further groups of micro-batches repeat the same pattern; a test compares
     if micro_batches > settled:
         micro_batches = settled + micro_batches % group
     return counted(stage, stages, passes, micro_batches, group)
 
 
 def counted(stage: int, stages: int, passes: int, micro_batches: int, group: int) -> InFlight:
-    """The same by going through all micro-batches, however many."""
+    """The same, simulating all micro-batches."""
     now, most, most_passes = [0] * passes, [0] * passes, 0
     for forward, p in _order(stage, stages, passes, micro_batches, group):
         now[p] += 1 if forward else -1
         most[p] = max(most[p], now[p])
         most_passes = max(most_passes, sum(now))
-    return InFlight(most_passes, most[0], tuple(most))  # who has left the first pass has left all
+    return InFlight(most_passes, most[0], tuple(most))  # whatever has left the first pass has left all passes
 
 
 def _order(stage: int, stages: int, passes: int, micro_batches: int, group: int) -> Iterator[tuple[bool, int]]:

@@ -1,13 +1,13 @@
-"""This process's place among all processes, from the environment of whatever started it.
+"""This process's rank among all processes, from the environment set by the launcher.
 
-| started by                     | known by                     | rank         | of                   | local rank    |
+| started by                     | recognised by                | rank         | world size           | local rank    |
 |--------------------------------|------------------------------|--------------|----------------------|---------------|
 | torchrun or the like           | RANK                         | RANK         | WORLD_SIZE           | LOCAL_RANK    |
 | srun, several tasks            | SLURM_STEP_NUM_TASKS above 1 | SLURM_PROCID | SLURM_STEP_NUM_TASKS | SLURM_LOCALID |
 | a shell, also in an allocation | neither                      | 0            | 1                    | 0             |
 
-The first row that fits is taken, so torchrun inside srun counts torchrun's processes.  SLURM_NTASKS and the number of
-GPUs are not asked: in an interactive shell both speak of an allocation and not of processes that run.
+The first matching row applies, so torchrun inside srun counts torchrun's processes.  SLURM_NTASKS and the number of
+GPUs are ignored: in an interactive shell both describe an allocation, not running processes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megaponder.errors import UserError
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands."""
+    """The rank of this process and the world size."""
 
     launcher: str
     """torchrun, srun or none."""
@@ -32,7 +32,7 @@ class Place:
 
 
 def place(env: Mapping[str, str] | None = None) -> Place:
-    """The place of this process; UserError for variables that contradict each other."""
+    """Rank and world size of this process; UserError for variables that contradict each other."""
     env = os.environ if env is None else env
     if "RANK" in env:
         world, local = _number(env, "WORLD_SIZE"), _number(env, "LOCAL_RANK", _number(env, "RANK"))
@@ -44,7 +44,7 @@ def place(env: Mapping[str, str] | None = None) -> Place:
 
 
 def adopt(env: MutableMapping[str, str] | None = None) -> Place:
-    """Give a task of srun the variables that torchrun would have set, which torch reads; returns the place."""
+    """Set the variables that torch reads and torchrun would have set, for a task of srun; returns the place."""
     env = os.environ if env is None else env
     here = place(env)
     if here.launcher == "srun":
@@ -67,7 +67,7 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
         return default
     if text is None or not text.isdecimal():
         got = "is not set" if text is None else f"= {text!r}"
-        raise UserError(f"Environment variable {name} {got}: the launcher must set it to a whole number from 0.")
+        raise UserError(f"Environment variable {name} {got}: the launcher must set it to an integer of at least 0.")
     return int(text)
 
 

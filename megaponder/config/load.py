@@ -1,7 +1,7 @@
 """YAML file + command line -> RunConfig, and back.
 
-pydantic does the typing: it validates the standard dataclasses of the schema strictly and reports each mistake as data
-(place, kind, value), which is what a one-sentence error needs.
+pydantic checks the types: it validates the standard dataclasses of the schema strictly and reports each mistake as data
+(location, kind, value), which is what a one-sentence error needs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SHAPE = ("num_layers", "hidden_size", "num_heads")
 
 
 def load_config(path: str | os.PathLike[str] | None, overrides: list[str] | None = None) -> RunConfig:
-    """The configuration of a file (or of the defaults) with command-line overrides on top.
+    """The configuration from a file (or the defaults) with command-line overrides applied.
 
     `overrides` are words such as ["--train.steps", "10", "--ponder.options.steps=3"].  A budget on the command line
     replaces the file's: `--train.steps 10` drops its train.tokens.  ConfigError for the first mistake.
@@ -48,7 +48,7 @@ def load_config(path: str | os.PathLike[str] | None, overrides: list[str] | None
     if data is None:
         data = {}
     if not isinstance(data, Mapping):
-        raise ConfigError(str(path), data, "it must hold sections", f"the sections are: {', '.join(sections())}")
+        raise ConfigError(str(path), data, "it must contain sections", f"the sections are: {', '.join(sections())}")
     data = {k: dict(v) if isinstance(v, Mapping) else v for k, v in data.items()}
     changes = parse_overrides(overrides or [])
     _refuse_hidden_preset(data, changes)
@@ -61,19 +61,19 @@ def load_config(path: str | os.PathLike[str] | None, overrides: list[str] | None
 
 
 def _refuse_hidden_preset(data: dict[str, Any], changes: dict[str, Any]) -> None:
-    """Fields beat preset and family: on a resolved file, either from the command line would change nothing."""
+    """Fields override preset and family: with a resolved file, neither would have any effect on the command line."""
     model = data.get("model")
     family = changes.get("model.family")
     known = model if isinstance(model, dict) else {}
     if family not in (None, known.get("family")) and all(known.get(f) is not None for f in FEATURES):
         raise ConfigError(
-            "--model.family", family, "the file gives every feature itself, which beats a family",
-            "take those fields out of the file",
+            "--model.family", family, "the file sets every feature, which overrides a family",
+            "remove those fields from the file",
         )  # fmt: skip
     if "model.preset" in changes and isinstance(model, dict) and all(model.get(f) is not None for f in _SHAPE):
         raise ConfigError(
-            "--model.preset", changes["model.preset"], "the file gives every size itself, which beats a preset",
-            "take those fields out of the file",
+            "--model.preset", changes["model.preset"], "the file sets every size, which overrides a preset",
+            "remove those fields from the file",
         )  # fmt: skip
 
 
@@ -98,7 +98,8 @@ def from_mapping(data: Mapping[str, Any]) -> RunConfig:
     _refuse_unknown(data)
     _refuse_non_values(data)
     try:
-        # JSON mode is strict about scalars (true is no integer, "3" is no number) and still builds the dataclasses
+        # JSON mode is strict about scalars (true is not an integer, "3" is not a number) and still builds the
+        # dataclasses
         return _adapter().validate_json(pydantic.TypeAdapter(Any).dump_json(data), strict=True)
     except pydantic.ValidationError as error:
         raise _as_config_error(error) from None
@@ -120,8 +121,8 @@ def _refuse_unknown(data: Mapping[str, Any]) -> None:
 
 
 def _refuse_non_values(value: Any, name: str = "") -> None:
-    """JSON has no NaN and no infinity, so they would arrive as null, which many fields take for their default; no
-    path may hold a null character."""
+    """JSON has neither NaN nor infinity, so they would become null, which many fields read as their default; no path
+    may contain a null character."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             _refuse_non_values(inner, f"{name}.{key}" if name else str(key))
@@ -129,12 +130,12 @@ def _refuse_non_values(value: Any, name: str = "") -> None:
         for inner in value:
             _refuse_non_values(inner, name)
     elif isinstance(value, str) and "\0" in value:
-        raise ConfigError(name, value, "no text may hold a null character", "take it out")
+        raise ConfigError(name, value, "text must not contain a null character", "remove it")
     elif isinstance(value, str) and not yaml_file.is_unicode(value):
-        raise ConfigError(name, value, "it is not Unicode (UTF-8)", "take out what is half of a character")
+        raise ConfigError(name, value, "it is not valid Unicode (UTF-8)", "remove the incomplete character")
     elif isinstance(value, float) and not math.isfinite(value):
         field = all_fields().get(name)
-        fix = f"the default is {show(field.default)}" if field else "write one"
+        fix = f"the default is {show(field.default)}" if field else "use a finite number"
         raise ConfigError(name, value, "it must be a finite number", fix)
 
 
@@ -159,7 +160,7 @@ def _as_config_error(error: pydantic.ValidationError) -> ConfigError:
 
 
 def _legal_spelling(kind: Any, value: Any) -> str | None:
-    """Advice to write a value as the type takes it (3.0 as 3, a as [a]), or as the legal word that is like it."""
+    """Advice to write a value the way the type expects it (3.0 as 3, a as [a]), or the legal word closest to it."""
     if accepts(kind, int) and isinstance(value, float) and value.is_integer():
         return f"write {int(value)}"
     if accepts(kind, list):

@@ -1,4 +1,4 @@
-"""What the rules and the planner may know of a pondering method: plain numbers, so that neither needs PyTorch."""
+"""What the rules and the planner know about a pondering method: plain numbers, so neither needs PyTorch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class MethodLike(Protocol):
 
 @dataclass(frozen=True)
 class MethodFacts:
-    """A method's demands on the layout."""
+    """What a method requires of the layout."""
 
     max_passes: int = 1
     max_slots: int = 1
@@ -54,17 +54,17 @@ class MethodFacts:
     has_parameters: bool = False
     """The method has parameters of its own beside the backbone's."""
     token_rows: Mapping[str, int] = field(default_factory=dict)
-    """Options that name a row of the embedding table, which the method needs beside the text's tokens."""
+    """Options that name a row of the embedding table, needed by the method in addition to the text's tokens."""
     token_counts: Mapping[str, int] = field(default_factory=dict)
     """Options that count tokens of the vocabulary; 0: all."""
 
 
 PLANS_SEEN = 64
-"""Steps whose plans are looked at: enough to meet every count of a method that draws it from a few values."""
+"""Steps whose plans are sampled: enough to see every pass count of a method that draws it from a few values."""
 
 
 def facts_of(method: MethodLike, seed: int = 0) -> MethodFacts:
-    """The facts of a built method; its plan is looked at over the first steps of a seed."""
+    """The facts of a built method; its plan is sampled over the first steps of a seed."""
     plans = [method.passes(seed, step) for step in range(PLANS_SEEN)]
     counts = {len(plan) for plan in plans}
     return MethodFacts(
@@ -91,8 +91,8 @@ BUILDERS = ("entry_modules", "layer_modules", "exit_modules")
 
 
 def _has_parameters(method: MethodLike) -> bool:
-    """Whether the method builds modules; they are not built to find out, for gates can be large."""
-    from megaponder.ponder.base import Method  # here: this module does without PyTorch
+    """Whether the method builds modules; checked without building them, since gates can be large."""
+    from megaponder.ponder.base import Method  # imported here: this module must not require PyTorch
 
     return any(getattr(type(method), name, None) not in (None, getattr(Method, name)) for name in BUILDERS)
 

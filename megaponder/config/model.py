@@ -1,7 +1,7 @@
-"""The model section: sizes, the features of a block, and the families, which are sets of features.
+"""The model section: sizes, the features of a block, and families, which are sets of features.
 
-No code asks for a family's name: what a block computes is said by its features alone.  A family only fills in the
-features that a configuration leaves out.
+No code checks a family's name: the features alone determine what a block computes.  A family only fills in the features
+that a configuration leaves out.
 """
 
 from __future__ import annotations

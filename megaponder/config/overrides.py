@@ -13,16 +13,16 @@ from megaponder.errors import ConfigError
 def parse_overrides(words: list[str]) -> dict[str, Any]:
     """Dotted names and values of command-line words.
 
-    Values are YAML, except where the field is text (`--run 2024` is the text "2024").  A list field takes several
-    words (`--data.train 0.3 wiki 0.7 books`) or one YAML list; words that may be paths are taken as they are, unless
-    they are quoted.  ConfigError for an unknown name or a missing value.
+    Values are YAML, except for text fields (`--run 2024` is the text "2024").  A list field takes several words
+    (`--data.train 0.3 wiki 0.7 books`) or one YAML list; words that may be paths are taken literally unless quoted.
+    ConfigError for an unknown name or a missing value.
     """
     found: dict[str, Any] = {}
     i = 0
     while i < len(words):
         word = words[i]
         if not word.startswith("--"):
-            raise ConfigError("command line", word, "a value without a field", "write --section.field value")
+            raise ConfigError("command line", word, "this value has no field", "write --section.field value")
         name, equals, value = word[2:].partition("=")
         i += 1
         values = [value] if equals else []
@@ -55,7 +55,8 @@ def _value(name: str, values: list[str]) -> Any:
 
 
 def _item(field: Field | None, text: str, option: str) -> Any:
-    """One word of a list: YAML, but a path is that path, whatever `#`, `: ` or `- ` would mean in YAML."""
+    """One word of a list: YAML, except that a path is taken literally, whatever `#`, `: ` or `- ` would mean in
+    YAML."""
     may_be_path = field is not None and any(accepts(t, str) for t in typing.get_args(field.type))
     if not may_be_path or text.lstrip().startswith(("'", '"')):
         return yaml_file.parse(text, option)
@@ -67,7 +68,7 @@ def _item(field: Field | None, text: str, option: str) -> Any:
 
 
 def _field(name: str, value: str) -> Field | None:
-    """The field of an option; None for a free option of the method; a ConfigError where there is none."""
+    """The field of an option; None for an option of the method; ConfigError if there is no such field."""
     if name in all_fields():
         return all_fields()[name]
     if name.startswith(FREE + "."):

@@ -16,7 +16,7 @@ MARK = "<!-- Below: made by `python -m megaponder.config.pages docs/configuratio
 
 
 def row(field: Field) -> str:
-    """What the page tells of a field."""
+    """The page's row for a field."""
     cells = f"`{field.name}`", describe_type(field.type), f"`{show(field.default)}`", " ".join(field.doc.split())
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
@@ -30,11 +30,11 @@ def tables() -> str:
         text += ["", f"## {name}", "", *(cls.__doc__ or "").strip().splitlines(), "", *head]
         text += [row(f) for f in fields if f.name.startswith(f"{name}.")]
     names = ", ".join(f"`{name}`" for name in PRESETS)
-    return "\n".join([*text, "", "## Presets", "", f"`model.preset` knows {names}.", ""])
+    return "\n".join([*text, "", "## Presets", "", f"`model.preset` accepts {names}.", ""])
 
 
 def current(page: str) -> str:
-    """The page with its part below the mark made anew."""
+    """The page with the part below the mark regenerated."""
     above, mark, _ = page.partition(MARK)
     if not mark:
         raise ValueError(f"the page lacks its mark: {MARK}")

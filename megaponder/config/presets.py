@@ -2,7 +2,7 @@
 
 Sources: the Pythia and GPT-2 model cards' shapes; the Llama shapes of the PonderLM-2 repository (no GQA, head size 64,
 FFN = 43/16 H).  Those Llama configurations ship with rms_norm_eps = 0.1, not the usual 1e-5 or 1e-6.  It was changed
-from 1e-5 after the paper's tables were made, so which of the two gave the published numbers is open; at
+from 1e-5 after the paper's tables were made, so it is unclear which of the two gave the published numbers; at
 initialisation 0.1 damps every norm (a residual stream of mean square q leaves it with RMS sqrt(q / (q + 0.1))).  The
 presets follow the shipped value; set `model.norm_eps: 1.0e-5` for the other.
 
@@ -21,8 +21,8 @@ from megaponder.errors import ConfigError
 LLAMA_EPS = 0.1
 """RMSNorm epsilon of the shipped pondering Llama configurations."""
 NEOX_RECIPE = frozenset({"pythia"})
-"""Families whose published pondering models come from the papers' GPT-NeoX code, which initialises otherwise than their
-Llama code."""
+"""Families whose published pondering models come from the papers' GPT-NeoX code, which initialises differently from
+their Llama code."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ PRESETS: dict[str, Preset] = {
     "gpt2-medium": _gpt2(24, 1024, 16),
     "gpt2-large": _gpt2(36, 1280, 20),
     "gpt2-xl": _gpt2(48, 1600, 25),
-    # for tests and first tries: odd where the published shapes are round
+    # for tests and first experiments: odd sizes where the published shapes are round
     "pythia-tiny": Preset("pythia", 2, 32, 4, 128, 96, 64, 1e-5, 0.02),
     "llama-tiny": Preset("llama", 2, 32, 4, 88, 96, 64, LLAMA_EPS, 0.02),
     "gpt2-tiny": Preset("gpt2", 2, 32, 4, 128, 96, 64, 1e-5, 0.02),
@@ -81,7 +81,7 @@ NORMAL_STD = 0.02
 
 
 def find_preset(name: str) -> Preset:
-    """The preset of a name; ConfigError with the nearest name."""
+    """The preset with this name; ConfigError that suggests the nearest name."""
     if name not in PRESETS:
         close = nearest(name, PRESETS)
         fix = f"did you mean {close}" if close else f"known: {', '.join(PRESETS)}"

@@ -1,4 +1,4 @@
-"""Which layers keep only their input for the backward pass and run again there."""
+"""Which layers keep only their input for the backward pass and are run again there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from megaponder.config.schema import RunConfig
 
 
 def recomputed_layers(cfg: RunConfig, pass_index: int) -> int:
-    """How many of a stage's layers, its first ones, are recomputed in this pass."""
+    """How many of a stage's first layers are recomputed in this pass."""
     par = cfg.parallel
     assert cfg.model.num_layers
     if par.recompute == "none" or (par.recompute_passes is not None and pass_index >= par.recompute_passes):

@@ -16,9 +16,9 @@ from megaponder.errors import ConfigError
 def resolve(cfg: RunConfig) -> RunConfig:
     """A copy of the configuration with its defaults filled in.
 
-    Explicit fields beat the preset, the preset beats the family's defaults.  Left open: model.vocab_size without a
-    preset, data.eod_id and data.tokenizer (they come with the dataset), parallel.deallocate_pipeline_outputs (it
-    depends on the backend) and parallel.microbatch_group (it depends on the world size).  Resolving twice changes
+    Explicit fields override the preset, the preset overrides the family's defaults.  Left open: model.vocab_size
+    without a preset, data.eod_id and data.tokenizer (they come with the dataset), parallel.deallocate_pipeline_outputs
+    (it depends on the backend) and parallel.microbatch_group (it depends on the world size).  Resolving twice changes
     nothing.
     """
     cfg = copy.deepcopy(cfg)
@@ -39,9 +39,9 @@ def resolve(cfg: RunConfig) -> RunConfig:
 def _from_preset(model: ModelConfig, preset: Preset) -> None:
     if model.family is not None and model.family != preset.family:
         raise ConfigError(
-            "model.family", model.family, f"preset {model.preset} is of family {preset.family}", "leave it out"
+            "model.family", model.family, f"preset {model.preset} belongs to family {preset.family}", "omit it"
         )
-    # a changed width makes the preset's FFN meaningless: fall back to the family's ratio
+    # with another width the preset's FFN is meaningless: fall back to the family's ratio
     resized = model.hidden_size is not None and model.hidden_size != preset.hidden_size
     for name in (
         "family", "num_layers", "hidden_size", "num_heads", "ffn_size", "vocab_size", "max_positions", "norm_eps",
@@ -53,11 +53,11 @@ def _from_preset(model: ModelConfig, preset: Preset) -> None:
 def _from_family(cfg: RunConfig) -> None:
     model = cfg.model
     if model.family is None:
-        fix = f"give model.preset, or one of {', '.join(FAMILIES)}"
+        fix = f"set model.preset, or one of {', '.join(FAMILIES)}"
         raise ConfigError("model.family", None, "a model needs a preset or a family", fix)
     for name in ("num_layers", "hidden_size", "num_heads"):
         if getattr(model, name) is None:
-            raise ConfigError(f"model.{name}", None, "a model without a preset needs it", "give it or model.preset")
+            raise ConfigError(f"model.{name}", None, "a model without a preset needs it", "set it or model.preset")
     assert model.hidden_size is not None and model.num_heads is not None
     for name in FEATURES:
         if getattr(model, name) is None:
@@ -78,7 +78,7 @@ def init_std(model: ModelConfig, kind: str) -> float:
     """Standard deviation of matrices and embeddings under an initialisation family.
 
     `kind` is normal (the preset's initializer_range, else 0.02) or trunc_normal (sqrt(2 / (5 H)), cut at 3 std).  It is
-    asked for when the method is known, because model.init = auto takes the method's family.
+    computed once the method is known, because model.init = auto takes the method's family.
     """
     if model.init_std is not None:
         return model.init_std
@@ -89,9 +89,9 @@ def init_std(model: ModelConfig, kind: str) -> float:
 
 
 def _fill_budget(cfg: RunConfig) -> None:
-    """train.steps from train.tokens; the rules refuse a file in which the two disagree."""
+    """train.steps from train.tokens; the rules reject a file in which the two disagree."""
     train = cfg.train
     if train.steps is None and train.tokens is not None and train.global_batch > 0 and cfg.data.sequence_length > 0:
         if train.batch_rampup is not None and (len(train.batch_rampup) != 3 or min(train.batch_rampup) <= 0):
-            return  # the rule on batch_rampup says what is wrong
+            return  # the rule on batch_rampup reports it
         train.steps = budget.steps_for_tokens(cfg, train.tokens)

@@ -1,4 +1,4 @@
-"""YAML 1.2 in and out: `off` is text, 3e-4 is a number, a key given twice is an error, files appear whole or not."""
+"""YAML 1.2 in and out: `off` is text, 3e-4 is a number, a duplicate key is an error, files are written atomically."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from megaponder.config.fields import nearest
 from megaponder.errors import ConfigError
 
 LARGEST = 1 << 21
-"""Bytes of a YAML file: reading so many takes some ten seconds; the longest blend that is legal needs less."""
+"""Bytes of a YAML file: reading this many takes about ten seconds; the longest legal blend needs less."""
 MOST_VALUES = 200_000
-"""Values of a YAML text with its aliases unfolded."""
+"""Values of a YAML text with its aliases expanded."""
 
 
 def parse(text: str, name: str) -> Any:
-    """The value of a YAML text; `name` is the file or option that it came from, for the error."""
+    """The value of a YAML text; `name` is the file or option it came from, for the error message."""
     if len(text) > LARGEST:
         raise ConfigError(name, text[:20] + "...", f"it has more than {LARGEST:,} characters", "write a shorter one")
     try:
@@ -37,24 +37,24 @@ def parse(text: str, name: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
-        # the library goes on with both values as it has read them, which are not what the file says
+        # the library appends both values as it parsed them, which is not what the file says
         problem = problem.partition(" with value ")[0] if isinstance(error, DuplicateKeyError) else problem
         rule = f"not YAML ({where}{problem})"
         raise ConfigError(name, _excerpt(text, mark), rule, "write `key: value` lines") from None
-    except (RecursionError, ValueError) as error:  # nested too deep or into itself, a number of thousands of digits
-        rule = "it nests too deep" if isinstance(error, RecursionError) else str(error).partition(";")[0]
+    except (RecursionError, ValueError) as error:
+        rule = "it is nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
         raise ConfigError(name, _excerpt(text, None), rule, "write plain values") from None
 
 
 def _refuse_bomb(text: str, name: str) -> None:
-    """ConfigError for aliases (*a) of aliases that stand for more values than any configuration has."""
+    """ConfigError for nested aliases (*a) that expand to more values than any configuration has."""
     if "&" not in text or "*" not in text:
         return
     sizes: dict[int, int] = {}
 
     def size(node: Any) -> int:
         if id(node) not in sizes:
-            sizes[id(node)] = 0  # a node inside itself, which is refused elsewhere
+            sizes[id(node)] = 0  # a node inside itself, which is rejected elsewhere
             parts = node.value if isinstance(node.value, list) else []
             flat = [n for part in parts for n in (part if isinstance(part, tuple) else (part,))]
             sizes[id(node)] = 1 + sum(map(size, flat))
@@ -62,17 +62,18 @@ def _refuse_bomb(text: str, name: str) -> None:
 
     node = YAML(typ="safe", pure=True).compose(text)
     if node is not None and (count := size(node)) > MOST_VALUES:
-        rule = f"its aliases unfold to {count:.2g} values, and {MOST_VALUES:,} are the most"
+        rule = f"its aliases expand to {count:.2g} values; at most {MOST_VALUES:,} are allowed"
         raise ConfigError(name, _excerpt(text, None), rule, "write plain values")
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text has no half of a character (a surrogate), which bytes that are not UTF-8 become in arguments."""
+    """Whether a text has no surrogates, which bytes that are not UTF-8 become in command-line arguments."""
     return not any("\ud800" <= c <= "\udfff" for c in text)
 
 
 def _joined(value: Any) -> Any:
-    """Characters that JSON writes as two halves (\\ud83d\\ude00), whole; a lone half stays, and is refused later."""
+    """Joins characters that JSON writes as surrogate pairs (\\ud83d\\ude00); a lone surrogate stays and is rejected
+    later."""
     if isinstance(value, dict):
         return {_joined(k): _joined(v) for k, v in value.items()}
     if isinstance(value, list):
@@ -83,7 +84,7 @@ def _joined(value: Any) -> Any:
 
 
 def _excerpt(text: str, mark: Any) -> str:
-    """Where a line is wrong, no more of it than a line can show."""
+    """The excerpt around an error, short enough for one line."""
     lines = text.splitlines() or [""]
     if not mark:
         return lines[0][:80]
@@ -95,7 +96,7 @@ def read(path: str | os.PathLike[str]) -> Any:
     """The value of a YAML file; ConfigError if it is absent, unreadable or not YAML."""
     path = Path(path)
     try:
-        # a shell's <(...) is /dev/fd/63, whose writer is there; a pipe with a name may be waited for, for ever
+        # a shell's <(...) is /dev/fd/63, which has a writer; opening a named pipe could block for ever
         if files.is_special(path) and not (path.is_fifo() and str(path).startswith(("/dev/", "/proc/"))):
             raise ConfigError("configuration file", str(path), "it is a pipe or a device", "name a YAML file")
         with path.open("rb") as file:
@@ -118,7 +119,7 @@ def read(path: str | os.PathLike[str]) -> Any:
 
 
 def _yaml_files(folder: Path) -> list[str]:
-    """Names of the YAML files of a folder but hidden ones, which belong to tools."""
+    """Names of a folder's YAML files, except hidden ones, which belong to tools."""
     names = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
     return [name for name in names if name.endswith((".yaml", ".yml")) and not name.startswith(".")]
 
@@ -130,9 +131,9 @@ class _Representer(SafeRepresenter):
     """Lists on one line, without touching the library's own class."""
 
     def text(self, text: str) -> Any:
-        """Text that begins with a sign is quoted, since the library writes `[?0]` bare but reads a mapping's key in it.
+        """Text that starts with a symbol is quoted, since the library writes `[?0]` bare but reads it as a mapping key.
 
-        So is what older YAML reads as a truth or as minutes, and escaped is what no line can show.
+        So is text that YAML 1.1 reads as a boolean or as sexagesimal; unprintable text is escaped.
         """
         quote = None if re.match(r"[\w./~]", text) and not _YAML_1_1.fullmatch(text) else "'"
         return self.represent_scalar("tag:yaml.org,2002:str", text, style=quote if text.isprintable() else '"')
@@ -158,7 +159,7 @@ def to_text(value: Any) -> str:
 
 
 def write(value: Any, path: str | os.PathLike[str]) -> None:
-    """Write plain data as YAML; readers see the old file or the new one, never a part, also after a crash."""
+    """Write plain data as YAML atomically: readers see the old file or the new one, even after a crash."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_bytes(path, to_text(value).encode())
