@@ -115,7 +115,5 @@ def inside(folder: Path, name: str) -> Path:
     real = Path(os.path.realpath(root / name))
     cached = root.parent.name == "snapshots" and real.parent == root.parent.parent / "blobs"
     if not (real.is_relative_to(root) or cached):
-        raise UserError(
-            f"{folder / name} is a link to {real}, outside its folder; replace it with a copy of the file."
-        )
+        raise UserError(f"{folder / name} is a link to {real}, outside its folder; replace it with a copy of the file.")
     return real

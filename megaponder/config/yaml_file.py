@@ -41,7 +41,7 @@ def parse(text: str, name: str) -> Any:
         problem = problem.partition(" with value ")[0] if isinstance(error, DuplicateKeyError) else problem
         rule = f"not YAML ({where}{problem})"
         raise ConfigError(name, _excerpt(text, mark), rule, "write `key: value` lines") from None
-    except (RecursionError, ValueError) as error:
+    except (RecursionError, ValueError) as error:  # nested too deeply or recursively, or huge numbers
         rule = "it is nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
         raise ConfigError(name, _excerpt(text, None), rule, "write plain values") from None
 

@@ -1,4 +1,4 @@
-"""What can be said of a dataset only by reading all of it: checksums, duplicates, the longest documents."""
+"""What can only be learnt about a dataset by reading all of it: checksums, duplicates, the longest documents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megaponder.errors import UserError
 
 _BLOCK_TOKENS = 1 << 22
 LONGEST = 3
-"""Documents that an audit lists."""
+"""Number of documents that an audit lists."""
 
 
 @dataclass
@@ -34,15 +34,15 @@ class Audit:
     max_id: int
     """Largest token id found."""
     verified: bool
-    """The checksums of its description were compared; False where there are none."""
+    """The checksums in its description were compared; False if it has none."""
     duplicates: int = 0
-    """Sequences whose tokens an earlier sequence has, of this dataset or of one audited before it."""
+    """Sequences whose tokens equal those of an earlier sequence, in this dataset or in one audited before it."""
     duplicate_tokens: int = 0
     """Their tokens."""
     inner_eods: int = 0
-    """EOD tokens that do not end their sequence."""
+    """EOD tokens before the end of their sequence."""
     zeros: int = 0
-    """Tokens in blocks of `identity.WINDOW` bytes that are all zero, as in a part that was never written."""
+    """Tokens in blocks of `identity.WINDOW` bytes that are all zero, as in a region that was never written."""
     first_zero: int | None = None
     """The first of them."""
     meta: DatasetMeta | None = None
@@ -107,7 +107,7 @@ def _read(
 
 
 class _Zeros:
-    """Counts tokens in windows of zeros; windows lie where `identity.unwritten` has them."""
+    """Counts tokens in windows of zeros; the windows are those of `identity.unwritten`."""
 
     def __init__(self, itemsize: int):
         self._width = WINDOW // itemsize
@@ -151,7 +151,7 @@ def _compare(index: Index, meta: DatasetMeta | None, crc: int, max_id: int) -> N
     for suffix, here in ((".bin", crc), (".idx", files.checksum(index.path(".idx")) if wanted else 0)):
         if wanted and wanted.get(suffix) != here:
             raise UserError(
-                f"{index.prefix}{suffix}: changed since it was written (its CRC-32 differs); copy or prepare it again."
+                f"{index.prefix}{suffix}: changed after it was written (its CRC-32 differs); copy or prepare it again."
             )
     if max_id != meta.max_id:
         raise UserError(
@@ -161,7 +161,7 @@ def _compare(index: Index, meta: DatasetMeta | None, crc: int, max_id: int) -> N
 
 
 def _count_duplicates(found: list[Audit], opened: list[Index]) -> None:
-    """Every sequence but the first of its kind is a duplicate; empty ones are not counted."""
+    """Every sequence except the first with its tokens is a duplicate; empty ones are not counted."""
     lengths = np.concatenate([index.lengths[:] for index in opened])
     hashes = np.concatenate([one.hashes for one in found])
     _, first = np.unique(hashes, return_index=True)

@@ -1,4 +1,4 @@
-"""What the engine eats: one micro-batch of token ids, labels and loss mask."""
+"""What the engine consumes: one micro-batch of token ids, labels and loss mask."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class MicroBatch:
 def loss_mask(name: str, ids: np.ndarray, labels: np.ndarray, eod_id: int | None) -> np.ndarray:
     """float32 mask of the shape of `labels`.
 
-    plain: every target counts.  ignore_eod_target: all but targets that are EOD (the papers' rule).
-    megatron_eod: all but targets whose input is EOD, that is the first token of each next document (Megatron's rule).
+    plain: every target counts.  ignore_eod_target: all except targets that are EOD (the papers' rule).
+    megatron_eod: all except targets whose input is EOD, that is, the first token of each document (Megatron's rule).
     """
     if name == "plain":
         return np.ones(labels.shape, np.float32)
     if name not in LOSS_MASKS:
         raise ConfigError("data.loss_mask", name, f"must be one of {', '.join(LOSS_MASKS)}", "try ignore_eod_target")
     if eod_id is None:
-        raise ConfigError("data.eod_id", None, f"loss_mask {name} needs the end-of-document id", "set data.eod_id")
+        raise ConfigError("data.eod_id", None, f"loss_mask {name} requires the end-of-document id", "set data.eod_id")
     return ((labels if name == "ignore_eod_target" else ids) != eod_id).astype(np.float32)
 
 

@@ -35,7 +35,7 @@ def prefix_of(path: str) -> str:
 
 
 def parse_blend(items: Sequence[str | float], field: str) -> list[Source]:
-    """Sources of a blend given as a flat list, without those of weight 0 (`unread`).
+    """Sources of a blend given as a flat list, excluding those of weight 0 (`unread`).
 
     Either no item is a number (plain paths) or every second one is, beginning with the first (weights).
     Raises ConfigError, naming `field`, for any other list.
@@ -51,43 +51,47 @@ def parse_blend(items: Sequence[str | float], field: str) -> list[Source]:
             raise ConfigError(
                 field,
                 items[where],
-                f"a blend is all paths, or alternates weight and path (item {where + 1} breaks this)",
-                f"write `weight path weight path ...`; a path that looks like a number needs a folder, as ./{number}",
+                f"a blend is either paths only or alternating weights and paths (item {where + 1} breaks this)",
+                f"write `weight path weight path ...`; put a folder before a path that looks like a number: ./{number}",
             )
         sources = []
         weights = [number for number in numbers if number is not None]
         for weight, path in zip(weights, items[1::2], strict=True):
             if not (math.isfinite(weight) and weight >= 0):
-                rule = f"the weight of {path} must be a finite number, and not below 0"
+                rule = f"the weight of {path} must be a finite number of at least 0"
                 raise ConfigError(field, weight, rule, "use 0 to leave the source unread")
             if weight > 0:
                 sources.append(Source(prefix_of(str(path)), weight))
         weights = [weight for weight in weights if weight > 0]
         if not weights:
-            raise ConfigError(field, 0.0, "all its weights are 0, so nothing would be read", "weigh one of the sources")
+            raise ConfigError(
+                field, 0.0, "all its weights are 0, so nothing would be read", "give a source a positive weight"
+            )
         total, least = sum(weights), min(weights)
         if not math.isfinite(total) or least < LEAST_SHARE * total:
             path = sources[weights.index(least)].path
             rule = f"the weight of {path} is less than a billionth of all, so it would never be read"
-            raise ConfigError(field, least, rule, "drop the source, or give weights of like size")
+            raise ConfigError(field, least, rule, "remove the source, or use weights of similar size")
     if len(sources) > MAX_SOURCES:
         raise ConfigError(field, len(sources), f"a blend has at most {MAX_SOURCES} sources", "merge some of them")
     return sources
 
 
 def unread(items: Sequence[str | float]) -> list[str]:
-    """Paths of a blend's sources of weight 0, which no one opens."""
+    """Paths of a blend's sources of weight 0, which are never opened."""
     return [prefix_of(str(path)) for weight, path in zip(items[::2], items[1::2], strict=False) if _number(weight) == 0]
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
     """Parts of training, validation and test, summing to 1, of a string such as "969,30,1".
 
-    Raises ConfigError for anything but one to three numbers >= 0 whose first is above 0.
+    Raises ConfigError for anything except one to three numbers >= 0 whose first is above 0.
     """
     parts = [_number(part) for part in split.split(",")]
     if not 1 <= len(parts) <= 3 or not all(p is not None and math.isfinite(p) and p >= 0 for p in parts):
-        raise ConfigError("data.split", split, "must be one to three numbers >= 0, joined by commas", 'try "969,30,1"')
+        raise ConfigError(
+            "data.split", split, "must be one to three numbers >= 0, separated by commas", 'try "969,30,1"'
+        )
     values = [part or 0.0 for part in parts] + [0.0] * (3 - len(parts))
     if values[0] == 0:
         raise ConfigError("data.split", split, "the training part must be above 0", 'try "969,30,1"')

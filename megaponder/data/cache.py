@@ -1,11 +1,11 @@
 """Folders of numpy arrays that many ranks, nodes and jobs may build and read at the same time.
 
-A set of arrays is a folder named by a hash of all that determines it.  It is built beside its place and becomes visible
-by one rename, so that a reader sees all of it or nothing, and a valid set is never replaced.  Every process compares
-checksums before it uses a set: wrong numbers in an order would be other training data.  A file lock only spares
-the work of building twice: where locks do not work (some network file systems) every process builds, the first rename
-wins, and the others take what is there.  No rank relies on another one: on nodes with private disks the first process
-of each node builds.
+A set of arrays is a folder named by a hash of everything that determines it.  It is built under a temporary name and
+becomes visible by one rename, so a reader sees all of it or nothing, and a valid set is never replaced.  Every process
+compares checksums before it uses a set: wrong numbers in an order would mean different training data.  A file lock only
+avoids building twice: where locks do not work (some network file systems) every process builds, the first rename wins,
+and the others use its result.  No rank relies on another: on nodes with private disks the first process of each node
+builds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SUMS = "checksums.json"
 
 
 def _load(folder: Path, names: tuple[str, ...]) -> Stored | None:
-    """A published set; None if there is none or it is damaged (a later build replaces that)."""
+    """A published set; None if it is missing or damaged (a later build replaces it)."""
     try:
         sums = json.loads((folder / SUMS).read_text())
         if sums != {name: files.checksum(folder / f"{name}.npy") for name in names}:
@@ -46,7 +46,7 @@ def _load(folder: Path, names: tuple[str, ...]) -> Stored | None:
 
 
 def _stored(path: Path) -> CheckedArray:
-    """The array of a .npy file; ValueError if it is none."""
+    """The array in a .npy file; ValueError if it is not one."""
     with path.open("rb") as file:
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -70,7 +70,7 @@ def _publish(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
         try:
             os.rename(aside, folder)
         except OSError:
-            if not folder.is_dir():  # else another process was first
+            if not folder.is_dir():  # otherwise another process was first
                 raise
         files.sync(folder.parent)
     finally:
@@ -78,7 +78,7 @@ def _publish(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def _remove_orphans(folder: Path) -> None:
-    """Delete what builders of this set on this host left behind when they were killed."""
+    """Delete what killed builders of this set on this host left behind."""
     host = socket.gethostname()
     for orphan in folder.parent.glob(f"{folder.name}.tmp-{host}-*"):
         pid = orphan.name.rsplit("-", 2)[1]
@@ -88,7 +88,7 @@ def _remove_orphans(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path, ready: Callable[[], bool], wait_seconds: float) -> Iterator[None]:
-    """Hold the set's lock; leave at once when `ready` or where the file system has no locks."""
+    """Hold the set's lock; return at once when `ready` or if the file system has no locks."""
     path = folder.with_name(f"{folder.name}.lock")
     lock = FileLock(str(path))
     deadline = time.monotonic() + wait_seconds
@@ -106,7 +106,7 @@ def _locked(folder: Path, ready: Callable[[], bool], wait_seconds: float) -> Ite
         except (NotImplementedError, OSError) as error:
             if isinstance(error, PermissionError):
                 raise
-            break  # no locks here: build without
+            break  # no locks here: build without one
     try:
         yield
     finally:
@@ -121,7 +121,7 @@ def cached_arrays(
     build: Callable[[], Arrays],
     wait_seconds: float = 600.0,
 ) -> Stored:
-    """The arrays `names` of set `key` under `root`, built by `build` if they are not there.
+    """The arrays `names` of set `key` under `root`, built by `build` if they do not exist.
 
     Raises UserError that names the file when the folder cannot be written or a builder holds its lock too long.
     """
@@ -135,12 +135,14 @@ def cached_arrays(
             arrays = _load(folder, names)
             if arrays is None:
                 _remove_orphans(folder)
-                if folder.exists():  # damaged: out of the way, never in place
+                if folder.exists():  # damaged: moved away, never changed in place
                     os.rename(folder, folder.with_name(f"{folder.name}.damaged-{secrets.token_hex(4)}"))
                 _publish(folder, build())
                 arrays = _load(folder, names)
     except OSError as error:
-        raise UserError(f"{folder}: the index cache cannot be written ({error}); set data.cache elsewhere.") from error
+        raise UserError(
+            f"{folder}: the index cache cannot be written ({error}); set data.cache to another folder."
+        ) from error
     if arrays is None:
         raise UserError(f"{folder}: the index cache was written but cannot be read back; check the disk.")
     return arrays

@@ -1,6 +1,7 @@
-"""Everything about the data that can be refused before a process group exists; no torch.
+"""Everything about the data that can be checked before a process group exists; no torch.
 
-`check_data` reads headers and descriptions, never all tokens.  Each mistake is one sentence that names field and file.
+`check_data` reads headers and descriptions, never all tokens.  Each mistake is reported in one sentence that names
+field and file.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ class SourceFacts:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What the datasets say about a run."""
+    """What the datasets determine for a run."""
 
     train: list[SourceFacts]
     valid: list[SourceFacts]
     """Empty when there is no evaluation."""
     vocab_size: int
-    """model.vocab_size, or the datasets' where that is not set."""
+    """model.vocab_size, or the datasets' if that is not set."""
     eod_id: int | None
-    """data.eod_id, or the datasets' where that is not set."""
+    """data.eod_id, or the datasets' if that is not set."""
     tokenizer_fingerprint: str | None
     """None when no dataset has a description."""
 
@@ -52,16 +53,16 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class Opened:
-    """A dataset whose files are open: what is read of it is what was checked, whatever becomes of its name."""
+    """A dataset whose files are open: what is read is what was checked, whatever happens to its path."""
 
     index: Index
     meta: DatasetMeta | None
 
 
 def open_data(cfg: RunConfig) -> dict[str, Opened]:
-    """Every dataset that the blends read, by its path.
+    """Every dataset that the blends read, by path.
 
-    UserError for a missing or damaged file, and for one with a part that was never written (data.accept_zeros).
+    UserError for a missing or damaged file, and for one with a region that was never written (data.accept_zeros).
     """
     opened: dict[str, Opened] = {}
     accepted = {os.path.normpath(path) for path in cfg.data.accept_zeros}
@@ -80,13 +81,13 @@ def identities(opened: dict[str, Opened]) -> dict[str, Identity]:
 
 
 def earlier_identity(one: Opened) -> str:
-    """What checkpoints of earlier versions say of a dataset: a hash of lengths, and checksums if known."""
+    """What checkpoints of earlier versions record about a dataset: a hash of lengths, and checksums if known."""
     sums = "".join(f"-{crc:08x}" for _, crc in sorted(one.meta.checksums.items())) if one.meta else ""
     return one.index.fingerprint()[:16] + sums
 
 
 def _same_tokenizer(opened: dict[str, Opened]) -> DatasetMeta | None:
-    """The description that all described sources agree with."""
+    """The description shared by all sources that have one."""
     first: tuple[str, DatasetMeta] | None = None
     for path, source in opened.items():
         meta = source.meta
@@ -109,7 +110,7 @@ def _vocab_size(cfg: RunConfig, meta: DatasetMeta | None, opened: dict[str, Open
     if size is None:
         if meta is None:
             raise ConfigError(
-                "model.vocab_size", None, "the datasets have no description that tells it", "set model.vocab_size"
+                "model.vocab_size", None, "the datasets have no description that says", "set model.vocab_size"
             )
         size = meta.vocab_size
     if meta is not None and meta.vocab_size > size:
@@ -128,13 +129,13 @@ def _vocab_size(cfg: RunConfig, meta: DatasetMeta | None, opened: dict[str, Open
 def _eod_id(cfg: RunConfig, meta: DatasetMeta | None, vocab_size: int) -> int | None:
     wanted, eod = cfg.data.eod_id, meta.eod_id if meta else None
     if wanted is not None and eod is not None and wanted != eod:
-        raise ConfigError("data.eod_id", wanted, f"the datasets end documents with {eod}", f"drop it or use {eod}")
+        raise ConfigError("data.eod_id", wanted, f"the datasets end documents with {eod}", f"omit it or use {eod}")
     eod = eod if wanted is None else wanted
     if eod is None and cfg.data.loss_mask != "plain":
         raise ConfigError(
             "data.eod_id",
             None,
-            f"loss_mask {cfg.data.loss_mask} needs it and the datasets do not tell it",
+            f"loss_mask {cfg.data.loss_mask} requires it and the datasets do not say what it is",
             "set data.eod_id, or data.loss_mask to plain",
         )
     if eod is not None and not 0 <= eod < vocab_size:
@@ -154,7 +155,7 @@ def _facts(sources: list[Source], opened: dict[str, Opened], split: str | None, 
         if tokens == 0:
             raise UserError(
                 f"data.split = {split!r}: {source.path} has {index.sequences} documents, which leaves none with text "
-                f"for the {name} part; give that part more, or name a separate validation dataset in data.valid."
+                f"for the {name} part; make that part larger, or set a separate validation dataset in data.valid."
                 if split is not None
                 else f"{source.path}: all documents are empty; prepare the dataset again."
             )
@@ -165,7 +166,7 @@ def _facts(sources: list[Source], opened: dict[str, Opened], split: str | None, 
 def _check_tokenizer(cfg: RunConfig, meta: DatasetMeta | None) -> None:
     if cfg.data.tokenizer is None or meta is None:
         return
-    from megaponder.data.tokenizer import load_tokenizer  # only here: the tokenizer libraries take time to import
+    from megaponder.data.tokenizer import load_tokenizer  # imported here: the tokenizer libraries are slow to import
 
     found = load_tokenizer(cfg.data.tokenizer).fingerprint
     if found != meta.tokenizer_fingerprint:
@@ -186,7 +187,7 @@ def check_data(cfg: RunConfig, opened: dict[str, Opened] | None = None) -> DataF
     """
     train = parse_blend(cfg.data.train, "data.train")
     if not train:
-        raise ConfigError("data.train", [], "there is nothing to train on", "give the path of a prepared dataset")
+        raise ConfigError("data.train", [], "there is nothing to train on", "set it to the path of a prepared dataset")
     valid = parse_blend(cfg.data.valid, "data.valid")
     opened = open_data(cfg) if opened is None else opened
     meta = _same_tokenizer(opened)

@@ -1,8 +1,8 @@
-"""Files that are read, not mapped into memory.
+"""Files that are read instead of mapped into memory.
 
-A map of a file that is shortened, or deleted on a file server, ends the process with SIGBUS and without a word.  A read
-of such a file comes back short or with an error, which a sentence can tell.  An open file is also the file that was
-opened: one that is put in its place later under the same name does not mix with it.
+A memory map of a file that is truncated, or deleted on a file server, kills the process with SIGBUS and no message.  A
+read of such a file comes back short or with an error, which can be reported.  An open file also stays the file that was
+opened: another one put under the same name later does not mix with it.
 """
 
 from __future__ import annotations
@@ -16,47 +16,47 @@ import numpy as np
 
 from megaponder.errors import UserError
 
-REMEDY = "bring it back as it was and start the same command again"
+REMEDY = "restore the original file and run the same command again"
 
 
 class CheckedFile:
-    """An open file of known size.  Threads may share it: reads have no common position."""
+    """An open file of known size.  Threads may share it: reads use no shared position."""
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = os.fspath(path)
         self._handle = -1
         self._handle = _open(self.path)
         self.status = os.fstat(self._handle)
-        """As it was when it was opened."""
+        """Its status when it was opened."""
 
     @property
     def size(self) -> int:
-        """Bytes when it was opened."""
+        """Size in bytes when it was opened."""
         return self.status.st_size
 
     def read(self, offset: int, count: int) -> bytes:
-        """`count` bytes from `offset` on.  UserError if they cannot be read or are no longer there."""
+        """`count` bytes from `offset`.  UserError if they cannot be read or no longer exist."""
         try:
             data = os.pread(self._handle, count, offset)
             if len(data) == count:
                 return data
-            while len(data) < count:  # a signal, or more than one call gives
+            while len(data) < count:  # a signal, or more than one call can return
                 more = os.pread(self._handle, count - len(data), offset + len(data))
                 if not more:
                     raise UserError(f"{self.path}: {self._shortened()}; {REMEDY}.")
                 data += more
         except OSError as error:
-            raise UserError(f"{self.path}: cannot be read any more ({error.strerror or error}); {REMEDY}.") from error
+            raise UserError(f"{self.path}: can no longer be read ({error.strerror or error}); {REMEDY}.") from error
         return data
 
     def _shortened(self) -> str:
         return (
-            f"shortened while it was in use (it has {os.fstat(self._handle).st_size:,} bytes, and had {self.size:,} "
+            f"truncated while in use (it has {os.fstat(self._handle).st_size:,} bytes, and had {self.size:,} "
             "when it was opened)"
         )
 
     def hole(self, end: int) -> tuple[int, int] | None:
-        """The first part [begin, end) before byte `end` that was never written, where the file system tells."""
+        """The first region [begin, end) before byte `end` that was never written, if the file system can tell."""
         try:
             begin = os.lseek(self._handle, 0, os.SEEK_HOLE)
             if begin >= end:
@@ -64,11 +64,11 @@ class CheckedFile:
             try:
                 return begin, min(end, os.lseek(self._handle, begin, os.SEEK_DATA))
             except OSError as error:
-                if error.errno != errno.ENXIO:  # nothing but a hole up to the end
+                if error.errno != errno.ENXIO:  # a hole up to the end
                     raise
                 return begin, end
         except OSError:
-            return None  # a file system without them
+            return None  # a file system without hole detection
 
     def __del__(self) -> None:
         if self._handle >= 0:
@@ -76,7 +76,7 @@ class CheckedFile:
 
 
 def _open(path: str) -> int:
-    """A descriptor; where the process may have no more of them, its limit is raised as far as the system lets it."""
+    """A descriptor; if the process has reached its limit, the limit is raised as far as the system allows."""
     try:
         return os.open(path, os.O_RDONLY)
     except OSError as error:
@@ -91,13 +91,13 @@ def _open(path: str) -> int:
         if error.errno != errno.EMFILE:
             raise
         raise UserError(
-            f"{path}: the process may open no more than {hard:,} files, and each dataset needs up to eight; raise the "
+            f"{path}: the process may open at most {hard:,} files, and each dataset needs up to eight; raise the "
             "limit (ulimit -Hn), or merge small datasets."
         ) from None
 
 
 class CheckedArray:
-    """Numbers in a file, read where they are asked for: an item, a slice of the first axis, or, as an array, all."""
+    """Numbers in a file, read on demand: an item, a slice of the first axis, or, as an array, all."""
 
     def __init__(self, file: CheckedFile, dtype: Any, offset: int, shape: tuple[int, ...]):
         self.file, self.dtype, self.offset, self.shape = file, np.dtype(dtype), offset, shape
@@ -114,7 +114,7 @@ class CheckedArray:
     def __getitem__(self, at: Any) -> Any:
         if isinstance(at, slice):
             begin, end, step = at.indices(self.shape[0])
-            assert step == 1, "parts are read in one piece"
+            assert step == 1, "slices must be contiguous"
             return self.part(begin, max(begin, end))
         at = int(at)
         if not -self.shape[0] <= at < self.shape[0]:

@@ -1,6 +1,6 @@
-"""From a chunk of raw input to documents, with the policy for what cannot be read.
+"""From a chunk of raw input to documents, with the policy for documents that cannot be read.
 
-A document is one line of .jsonl (its text field), one row of .parquet, or what `TxtRule` says of a .txt file.
+A document is one line of .jsonl (its text field), one row of .parquet, or part of a .txt file as set by `TxtRule`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import orjson
 
 REASONS = ("empty", "invalid_utf8", "invalid_json", "bad_field")
-"""Why a document may be left out."""
+"""Why a document may be skipped."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Whole documents in a row, as read."""
+    """Consecutive complete documents, as read."""
 
     file: int
     """Number of the input file."""
@@ -38,7 +38,7 @@ class Problem:
     reason: str
     """One of REASONS."""
     message: str
-    """What is wrong, for a person."""
+    """What is wrong, in words."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class TxtRule:
 
     @property
     def edge(self) -> re.Pattern[bytes] | None:
-        """Pattern of what stands between documents; None when the file is one document."""
+        """Pattern of the separator between documents; None if the file is one document."""
         if self.split == "file":
             return None
         if self.split == "line":

@@ -63,7 +63,7 @@ class Encoder:
         self.tokenizer = load_tokenizer(
             options.tokenizer, options.eod, options.special_tokens, options.specials_as_text
         )
-        # by their first characters, so that most texts are searched once or twice and not for every token
+        # by their first characters, so that most texts are searched once or twice instead of once per token
         self._spellings: dict[str, list[str]] = {}
         for token in self.tokenizer.special_tokens if self.tokenizer.spells_specials else ():
             self._spellings.setdefault(token[:2], []).append(token)
@@ -99,7 +99,7 @@ class Encoder:
 
 
 def _end_documents(flat: np.ndarray, lengths: np.ndarray, eod: int) -> tuple[np.ndarray, np.ndarray]:
-    """Put `eod` after every document that does not end with it (a text or a template may have brought its own)."""
+    """Put `eod` after every document that does not end with it already (from its text or a template)."""
     ends = np.cumsum(lengths, dtype=np.int64)
     lacking = flat[ends - 1] != eod
     return np.insert(flat.astype(np.int32), ends[lacking], eod), lengths + lacking.astype(np.int32)
@@ -110,13 +110,13 @@ _encoder: Encoder | None = None  # of a worker process
 
 def _start_worker(options: EncodeOptions) -> None:
     global _encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     parent = multiprocessing.parent_process()
     assert parent is not None  # this runs in workers only
 
     def leave_with_parent() -> None:
         wait([parent.sentinel])
-        os._exit(1)  # the parent was killed: nobody reads what this process would still write
+        os._exit(1)  # the parent was killed: nobody would read the results
 
     threading.Thread(target=leave_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -133,14 +133,16 @@ def encode_all(
 ) -> Generator[tuple[Read, Encoded], None, None]:
     """Encode every chunk; results come in the order of `reads`, whatever the number of workers.
 
-    At most four chunks a worker are in memory.  Raises UserError when a worker process dies.
+    At most four chunks per worker are in memory.  Raises UserError when a worker process dies.
     """
     if workers == 1:
         encoder = Encoder(options)
         for read in reads:
             yield read, encoder(read.chunk)
         return
-    context = multiprocessing.get_context("spawn")  # fork would copy the threads' locks of progress bar and tokenizer
+    context = multiprocessing.get_context(
+        "spawn"
+    )  # fork would copy locks held by the progress bar's and tokenizer's threads
     pool = ProcessPoolExecutor(workers, context, _start_worker, (options,))
     pending: deque[tuple[Read, Future[Encoded]]] = deque()
     try:
@@ -154,8 +156,8 @@ def encode_all(
             yield first, future.result()
     except BrokenProcessPool as error:
         raise UserError(
-            "A worker process died while tokenizing, most often for lack of memory; run again with fewer --workers to "
-            "continue where this run stopped."
+            "A worker process died while tokenizing, most often because memory ran out; run again with fewer --workers "
+            "to continue where this run stopped."
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

@@ -1,8 +1,8 @@
-"""What tells a dataset from another one under the same name, and parts of it that nobody has written.
+"""What distinguishes a dataset from another one under the same name, and regions of it that were never written.
 
-An identity is cheap enough to be taken of every dataset at every start: the sizes of both files, the CRC-32 of the
-index, a hash of evenly spread windows of the tokens, and the tokenizer.  Bytes that were changed in place between the
-windows are not in it: `megaponder inspect --audit` reads all of a dataset.
+An identity is cheap enough to compute for every dataset at every start: the sizes of both files, the CRC-32 of the
+index, a hash of evenly spread windows of the tokens, and the tokenizer.  Bytes changed in place between the
+windows go unnoticed: `megaponder inspect --audit` reads all of a dataset.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from megaponder.data.info import DatasetMeta
 from megaponder.errors import UserError
 
 WINDOWS = 64
-"""Windows of the .bin file that are looked at: the first, the last and evenly spread ones."""
+"""Number of windows sampled from the .bin file: the first, the last and evenly spread ones."""
 WINDOW = 4096
-"""Bytes of a window, and of a run of zeros from which on it is taken for a part that was never written."""
+"""Bytes of a window, and the length of a run of zeros that counts as a region that was never written."""
 _BLOCK = 1 << 24
-_THREADS = 16  # storage answers many requests at a time
+_THREADS = 16  # storage serves many requests at a time
 Stored = dict[str, str | int | None]
 """An `Identity` as plain data."""
 _WORDS = {
@@ -35,7 +35,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Identity:
-    """Equal for equal datasets, wherever they lie."""
+    """Equal for equal datasets, wherever they are stored."""
 
     bin_bytes: int
     idx_bytes: int
@@ -43,14 +43,14 @@ class Identity:
     samples: str
     """Hash of the windows."""
     tokenizer: str | None
-    """Its fingerprint; None where the dataset has no description."""
+    """Its fingerprint; None if the dataset has no description."""
 
     def stored(self) -> Stored:
         """As plain data, for JSON."""
         return asdict(self)
 
     def difference(self, other: Stored) -> str | None:
-        """What differs from another identity, in words (this one's value first); None if nothing does."""
+        """The difference from another identity, in words (this one's value first); None if there is none."""
         for f in fields(self):
             mine, theirs = getattr(self, f.name), other.get(f.name)
             if mine != theirs:
@@ -63,7 +63,7 @@ def _short(value: object) -> str:
 
 
 def identify(index: Index, meta: DatasetMeta | None) -> Identity:
-    """Of an opened dataset.  UserError if its files cannot be read to the end."""
+    """The identity of an opened dataset.  UserError if its files cannot be read to the end."""
     digest = hashlib.sha256()
     for at in _windows(index.bin_bytes):
         digest.update(index.ids.file.read(at, min(WINDOW, index.bin_bytes - at)))
@@ -79,7 +79,7 @@ def identify_all(opened: dict[str, tuple[Index, DatasetMeta | None]]) -> dict[st
 
 
 def different(mine: dict[str, Stored], theirs: dict[str, Stored]) -> tuple[str, str] | None:
-    """The first dataset whose stored identities differ, and in what; None if all are equal."""
+    """The first dataset whose stored identities differ, and how; None if all are equal."""
     for path, stored in mine.items():
         what = Identity(**stored).difference(theirs.get(path, {}))  # type: ignore[arg-type]
         if what:
@@ -95,15 +95,15 @@ def _crc(file: CheckedFile) -> int:
 
 
 def _windows(size: int) -> list[int]:
-    """Where windows begin, on multiples of their size."""
+    """Offsets of the windows, multiples of their size."""
     last = max(0, size - 1) // WINDOW
     return [int(i) * WINDOW for i in np.unique(np.linspace(0, last, WINDOWS).astype(np.int64))]
 
 
 def unwritten(index: Index) -> str | None:
-    """A sentence's middle about a part of the .bin file that was never written, or is as empty; None if none is found.
+    """Words about a region of the .bin file that was never written, or is all zero; None if none is found.
 
-    Where the file system knows holes all of them are found; else the sampled windows must meet the part.
+    If the file system reports holes, all of them are found; otherwise a sampled window must hit the region.
     """
     file, end = index.ids.file, index.tokens * index.dtype.itemsize
     hole = file.hole(end)
@@ -116,9 +116,9 @@ def unwritten(index: Index) -> str | None:
 
 
 def refuse_unwritten(prefix: str, index: Index) -> None:
-    """UserError for a dataset of which a part was never written."""
+    """UserError for a dataset with a region that was never written."""
     if what := unwritten(index):
         raise UserError(
-            f"{prefix}.bin: {what}, as in a file that was not copied to its end; copy or prepare it again, or, if so "
-            f"many tokens of id 0 in a row belong there, say so with data.accept_zeros: [{prefix}]."
+            f"{prefix}.bin: {what}, as in a file that was copied incompletely; copy or prepare it again, or, if so "
+            f"many consecutive tokens of id 0 are intended, accept them with data.accept_zeros: [{prefix}]."
         )

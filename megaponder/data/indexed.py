@@ -1,10 +1,10 @@
-"""The .bin/.idx pair of Megatron-family indexed datasets, read and written with numpy alone.
+"""The .bin/.idx pair of Megatron-family indexed datasets, read and written with numpy only.
 
     .bin  token ids of all sequences, one after the other
     .idx  magic(9) version(u64) dtype code(u8) sequences S(u64) document edges D(u64)
           lengths int32[S], byte offsets int64[S], document edges int64[D] (0 ... S), optionally modes int8[S]
 
-This module checks the pair, without torch, and writes it; `TokenReader` is what training reads it with.
+This module checks and writes the pair, without torch; training reads it with `TokenReader`.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 _CODES = {name: code for code, name in DTYPES.items()}
-_BLOCK = 1 << 20  # entries that are held in memory
+_BLOCK = 1 << 20  # entries held in memory
 _CHECKED_BLOCKS = 64  # of an index that is opened for training; `inspect --audit` reads all of a dataset
 
 
 def best_dtype(vocab_size: int) -> str:
-    """Type of the ids on disk: megatron-core's own rule, so that tools agree."""
+    """Type of the ids on disk: megatron-core's own rule, for compatibility."""
     return "uint16" if vocab_size < 65500 else "int32"
 
 
 @dataclass(frozen=True)
 class Index:
-    """What an .idx file says, and both files, which are open as long as it lives."""
+    """The contents of an .idx file, and both files, which stay open as long as this object lives."""
 
     prefix: str
     dtype: np.dtype
     lengths: CheckedArray
     """int32 [S]: tokens in each sequence."""
     offsets: CheckedArray
-    """int64 [S]: where each sequence begins in the .bin file, in bytes."""
+    """int64 [S]: byte offset of each sequence in the .bin file."""
     edges: CheckedArray
     """int64 [D]: the first sequence of each document, and S (a document of other tools may hold several sequences)."""
     ids: CheckedArray
-    """[tokens]: what the .bin file holds."""
+    """[tokens]: the contents of the .bin file."""
 
     @property
     def tokens(self) -> int:
@@ -67,7 +67,7 @@ class Index:
 
     @property
     def sequences(self) -> int:
-        """Sequences S: what the splits of a dataset count."""
+        """Sequences S: the unit of a dataset's splits."""
         return int(self.lengths.shape[0])
 
     def path(self, suffix: str) -> Path:
@@ -82,9 +82,9 @@ class Index:
         return (int(self.offsets[last]) - int(self.offsets[begin])) // self.dtype.itemsize + int(self.lengths[last])
 
     def fingerprint(self) -> str:
-        """Hash that changes with the sequences' lengths: of sizes and of 64 blocks of the cumulative offsets.
+        """Hash that changes with the sequences' lengths, computed from sizes and 64 blocks of the cumulative offsets.
 
-        Index caches are named by it, so that a dataset that is written anew under an old name finds no old cache.
+        Index caches are named by it, so a dataset rewritten under an old name never finds an old cache.
         """
         digest = hashlib.sha256(f"{self.dtype}:{self.sequences}:{self.tokens}".encode())
         for begin in np.linspace(0, max(0, self.sequences - 1), 64).astype(int):
@@ -92,7 +92,7 @@ class Index:
         return digest.hexdigest()
 
     def max_id(self, scan_tokens: int = 1 << 24, windows: int = 64) -> int:
-        """Largest token id: of all tokens where there are few, else of evenly spread windows."""
+        """Largest token id: of all tokens if there are few, otherwise of evenly spread windows."""
         ids = self.ids
         if len(ids) <= scan_tokens:
             return int(ids[:].max()) if len(ids) else -1
@@ -104,18 +104,19 @@ _PAIR = struct.Struct("<2q")
 
 
 class TokenReader:
-    """Sequences of a dataset by number; in the place of megatron-core's IndexedDataset, which maps files to memory."""
+    """Sequences of a dataset by number; replaces megatron-core's IndexedDataset, which maps files into memory."""
 
     def __init__(self, index: Index):
         self.index, self.path_prefix = index, index.prefix
 
     @property
     def sequence_lengths(self) -> np.ndarray:
-        """int32 [S], read anew: only the building of an order asks for it."""
+        """int32 [S], read on each call: only building an order needs it."""
         return self.index.lengths[:]
 
     def text(self, numbers: Sequence[int], begin: int, end: int) -> np.ndarray:
-        """Tokens of these sequences in a row, int64: from token `begin` of the first up to token `end` of the last."""
+        """Tokens of these consecutive sequences, int64: from token `begin` of the first up to token `end` of the
+        last."""
         index, size, last = self.index, self.index.dtype.itemsize, len(numbers) - 1
         file, offsets, parts = index.ids.file, index.offsets, []
         for i, number in enumerate(numbers):
@@ -126,7 +127,7 @@ class TokenReader:
         return np.frombuffer(b"".join(parts), index.dtype).astype(np.int64)
 
     def _span(self, offsets: CheckedArray, number: int) -> tuple[int, int]:
-        """Where a sequence begins, and where the next one does, in bytes."""
+        """Byte offsets of a sequence and of the next one."""
         place = offsets.offset + 8 * number
         if number + 1 == len(offsets):
             return int(offsets[number]), len(self.index.ids) * self.index.dtype.itemsize
@@ -139,7 +140,7 @@ def _damaged(path: str, what: str) -> UserError:
 
 
 def _is_there(path: str) -> bool:
-    """Whether there is a file; what keeps it from being read says so itself, as an OSError."""
+    """Whether the file exists; other reasons why it cannot be read raise OSError."""
     try:
         with open(path, "rb"):
             return True
@@ -159,23 +160,23 @@ def read_index(prefix: str | os.PathLike[str]) -> Index:
             raise UserError(f"{path} is a pipe or a device; `megaponder prepare` writes datasets as files.")
         if not _is_there(path):
             near = sorted(p.stem for p in Path(path).parent.glob("*.idx"))[:5]
-            hint = f"datasets in that folder: {', '.join(near)}" if near else "no dataset lies in that folder"
-            raise UserError(f"{path}: no such file ({hint}); a dataset is given by its path without .bin/.idx.")
+            hint = f"datasets in that folder: {', '.join(near)}" if near else "that folder contains no dataset"
+            raise UserError(f"{path}: no such file ({hint}); give the path of a dataset without .bin/.idx.")
     index_file, token_file = CheckedFile(idx), CheckedFile(bin_)
     idx_bytes, bin_bytes = index_file.size, token_file.size
     head = index_file.read(0, min(HEADER.size, idx_bytes))
     if not head.startswith(MAGIC):
         if head.startswith(b"TNTIDX"):
-            raise UserError(f"{idx}: made with Megatron's old lazy/cached format; prepare it again.")
+            raise UserError(f"{idx}: written in Megatron's old lazy/cached format; prepare it again.")
         raise _damaged(idx, "not the index of an indexed dataset")
     if len(head) < HEADER.size:
         raise _damaged(idx, f"truncated ({idx_bytes} bytes, the header alone has {HEADER.size})")
     _, version, code, sequences, edges = HEADER.unpack(head)
     if version != 1 or code not in DTYPES:
-        raise _damaged(idx, f"format version {version} with number type {code} is not token data of a known version")
+        raise _damaged(idx, f"format version {version} with number type {code} is not a known format of token data")
     need = HEADER.size + 12 * sequences + 8 * edges
     if idx_bytes not in (need, need + sequences):  # the second: one mode byte a sequence
-        raise _damaged(idx, f"truncated or damaged ({idx_bytes} bytes, its header needs {need})")
+        raise _damaged(idx, f"truncated or damaged ({idx_bytes} bytes, its header requires {need})")
     if sequences == 0 or edges < 2:
         raise _damaged(idx, "the dataset has no documents")
     lengths = CheckedArray(index_file, np.int32, HEADER.size, (sequences,))
@@ -183,7 +184,7 @@ def read_index(prefix: str | os.PathLike[str]) -> Index:
     dtype = np.dtype(DTYPES[code])
     end = int(offsets[-1]) + int(lengths[-1]) * dtype.itemsize
     if bin_bytes < end:
-        raise _damaged(bin_, f"truncated ({bin_bytes} bytes, its index needs {end})")
+        raise _damaged(bin_, f"truncated ({bin_bytes} bytes, its index requires {end})")
     document_edges = CheckedArray(index_file, np.int64, HEADER.size + 12 * sequences, (edges,))
     ids = CheckedArray(token_file, dtype, 0, (max(0, end) // dtype.itemsize,))
     index = Index(prefix, dtype, lengths, offsets, document_edges, ids)
@@ -192,12 +193,12 @@ def read_index(prefix: str | os.PathLike[str]) -> Index:
 
 
 def _blocks(count: int, most: int) -> Iterator[slice]:
-    """All entries in blocks; where they need more than `most`, evenly spread blocks with the first and the last."""
+    """All entries in blocks; if that takes more than `most`, evenly spread blocks including the first and the last."""
     starts = list(range(0, count, _BLOCK))
     if len(starts) > most:
         starts = np.linspace(0, count - _BLOCK, most).astype(int).tolist()
     for at in starts:
-        yield slice(at, min(at + _BLOCK + 1, count))  # one more: the step to the next block
+        yield slice(at, min(at + _BLOCK + 1, count))  # one more, to compare with the next block
 
 
 def check_all(index: Index) -> None:
@@ -206,15 +207,17 @@ def check_all(index: Index) -> None:
 
 
 def _check_entries(index: Index, most: int = _CHECKED_BLOCKS) -> None:
-    """Each sequence must begin where the one before it ends, and documents must divide them in order."""
+    """Each sequence must start where the previous one ends, and documents must divide them in order."""
     idx, lengths, offsets, itemsize = index.prefix + ".idx", index.lengths, index.offsets, index.dtype.itemsize
     if int(offsets[0]) != 0:
-        raise _damaged(idx, f"damaged (sequence 0 begins at byte {int(offsets[0])})")
+        raise _damaged(idx, f"damaged (sequence 0 starts at byte {int(offsets[0])})")
     for part in _blocks(len(lengths), most):
         some, begins = lengths[part], offsets[part]
         wrong = np.flatnonzero((some[:-1] < 0) | (np.diff(begins) != some[:-1].astype(np.int64) * itemsize))
         if len(wrong):
-            raise _damaged(idx, f"damaged (sequence {part.start + int(wrong[0])} does not end where the next begins)")
+            raise _damaged(
+                idx, f"damaged (sequence {part.start + int(wrong[0])} does not end where the next one starts)"
+            )
     if int(lengths[-1]) < 0:
         raise _damaged(idx, f"damaged (the last sequence has {int(lengths[-1])} tokens)")
     edges, sequences = index.edges, index.sequences

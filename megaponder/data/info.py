@@ -1,4 +1,4 @@
-"""The JSON beside an indexed dataset, and what `megaponder inspect` says of one."""
+"""The JSON file beside an indexed dataset, and what `megaponder inspect` says about a dataset."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megaponder.errors import UserError
 from megaponder.files import is_special, read_bounded
 
 LARGEST = 1 << 28
-"""Bytes of a description; one of a million input files has less."""
+"""Maximum bytes of a description; a million input files need less."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class SourceFile:
     """An input file of a dataset."""
 
     path: str
-    """As it was given."""
+    """Path as given."""
     bytes: int
     """Size on disk."""
     documents: int = 0
-    """Documents that came from it."""
+    """Documents read from it."""
     tokens: int = 0
     """Their tokens, EOD included."""
 
@@ -37,7 +37,7 @@ class DatasetMeta:
     """Contents of `<prefix>.json`."""
 
     tokenizer: str
-    """Tokenizer file or folder as it was given, or "bytes"."""
+    """Tokenizer file or folder as given, or "bytes"."""
     tokenizer_kind: str
     """huggingface, sentencepiece or bytes."""
     tokenizer_fingerprint: str
@@ -45,7 +45,7 @@ class DatasetMeta:
     vocab_size: int
     """Largest id that the tokenizer can produce, plus one."""
     eod_id: int | None
-    """Id that ends every document; None: documents end without one."""
+    """Id that ends every document; None: documents have no end token."""
     max_id: int
     """Largest id in the dataset."""
     documents: int
@@ -59,16 +59,16 @@ class DatasetMeta:
     sources: list[SourceFile] = field(default_factory=list)
     """Input files in order."""
     skipped: dict[str, int] = field(default_factory=dict)
-    """Documents left out, by reason."""
+    """Documents skipped, by reason."""
     special_tokens: dict[str, int] = field(default_factory=dict)
-    """The tokenizer's special tokens and their ids, by id; empty where an earlier version described the dataset."""
+    """The tokenizer's special tokens and their ids, by id; empty if an earlier version wrote the description."""
     special_spellings: Literal["text", "token"] | None = None
-    """What became of special tokens that are spelled out in texts: text, or the token, so that an EOD may stand in the
-    middle of a document.  None where an earlier version described the dataset, whose rule was token."""
+    """How special tokens that are spelled out in texts were encoded: as text, or as the token, so that an EOD may occur
+    in the middle of a document.  None if an earlier version wrote the description; its rule was token."""
     spelled: dict[str, int] = field(default_factory=dict)
     """How often each of them is spelled out in the texts."""
     checksums: dict[str, int] = field(default_factory=dict)
-    """CRC-32 of the .bin and of the .idx file, by suffix; empty where an earlier version described the dataset."""
+    """CRC-32 of the .bin and of the .idx file, by suffix; empty if an earlier version wrote the description."""
     format: Literal["megaponder-dataset-1"] = "megaponder-dataset-1"
     """Version of this file."""
 
@@ -89,7 +89,7 @@ _ADAPTER = pydantic.TypeAdapter(DatasetMeta)
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """An indexed dataset as it lies on disk."""
+    """An indexed dataset on disk."""
 
     prefix: str
     documents: int
@@ -102,7 +102,7 @@ class DatasetInfo:
     longest: int
     """Tokens of the longest sequence."""
     meta: DatasetMeta | None
-    """The JSON beside it; None for datasets of other tools."""
+    """The JSON file beside it; None for datasets written by other tools."""
 
 
 def _meta_from(content: bytes, path: str) -> DatasetMeta:
@@ -112,11 +112,13 @@ def _meta_from(content: bytes, path: str) -> DatasetMeta:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         what = f"{where}: {first['msg']}" if where else first["msg"]
-        raise UserError(f"{path}: not a whole description of a dataset ({what}); prepare the dataset again.") from None
+        raise UserError(
+            f"{path}: not a complete description of a dataset ({what}); prepare the dataset again."
+        ) from None
 
 
 def read_meta(index: Index) -> DatasetMeta | None:
-    """The JSON beside a dataset, checked against it; None if there is none.
+    """The JSON file beside a dataset, checked against it; None if there is none.
 
     Raises UserError when it is damaged or belongs to other files.
     """
@@ -128,13 +130,13 @@ def read_meta(index: Index) -> DatasetMeta | None:
     meta = _meta_from(read_bounded(path, LARGEST), path)
     if not (-1 <= meta.max_id < meta.vocab_size and (meta.eod_id is None or 0 <= meta.eod_id < meta.vocab_size)):
         raise UserError(
-            f"{path}: damaged (largest id {meta.max_id} or EOD {meta.eod_id} is no id of a vocabulary of "
+            f"{path}: damaged (largest id {meta.max_id} or EOD {meta.eod_id} is not an id of a vocabulary of "
             f"{meta.vocab_size}); prepare the dataset again."
         )
     here = (index.documents, index.tokens, index.dtype.name)
     if here != (meta.documents, meta.tokens, meta.dtype) or index.bin_bytes != index.tokens * index.dtype.itemsize:
         raise UserError(
-            f"{path}: tells of {meta.documents} documents with {meta.tokens} {meta.dtype} tokens, but .bin/.idx hold "
+            f"{path}: describes {meta.documents} documents with {meta.tokens} {meta.dtype} tokens, but .bin/.idx hold "
             f"{here[0]} with {here[1]} {here[2]} in {index.bin_bytes} bytes; the files belong to different datasets."
         )
     return meta

@@ -23,7 +23,7 @@ from megaponder.data.tokenizer import EOD_TOKENS, Tokenizer, load_tokenizer
 from megaponder.data.workspace import State, Workspace
 from megaponder.errors import IN_THE_WAY, ConfigError, UserError, of_file
 
-EXAMPLES = 5  # problems that a summary quotes
+EXAMPLES = 5  # problems quoted in a summary
 
 
 @dataclass(frozen=True)
@@ -37,38 +37,38 @@ class PrepareOptions:
     tokenizer: str
     """tokenizer.json, sentencepiece .model, a folder with one, or "bytes"."""
     eod: str | None = None
-    """Token that ends every document; default: the tokenizer's EOS, else a well-known one."""
+    """Token that ends every document; default: the tokenizer's EOS, otherwise a well-known one."""
     append_eod: bool = True
     """End every document with the EOD token."""
     special_tokens: bool = False
     """Let the tokenizer's own template add BOS/EOS to each document."""
     special_spellings: Literal["text", "token"] = "text"
-    """What becomes of a special token that is spelled out in a text: the text that it is, or the token."""
+    """How a special token that is spelled out in a text is encoded: as text, or as the token."""
     field: str = "text"
-    """Field (column) that holds the text."""
+    """Field (column) that contains the text."""
     txt_split: str = "file"
     """What a document is in a .txt file: file, line, blank (parts between blank lines), or a separator line."""
     on_error: Literal["fail", "skip"] = "fail"
-    """Unreadable documents end the run with file and line, or are left out and counted."""
+    """Unreadable documents end the run with file and line, or are skipped and counted."""
     max_document: int = 256
-    """MiB of the largest document, unpacked."""
+    """MiB of the largest document, decompressed."""
     zstd_window: int = 128
-    """MiB of the largest window that a .zst file may ask for."""
+    """MiB of the largest window that a .zst file may require."""
     workers: int | None = None
-    """Processes that tokenize; default: the CPUs that this process may use, and one for inputs of a few chunks."""
+    """Processes that tokenize; default: the CPUs available to this process, or one for inputs of a few chunks."""
     overwrite: bool = False
     """Replace an existing dataset of that name."""
     restart: bool = False
-    """Throw away what an earlier, interrupted run left."""
+    """Discard what an earlier, interrupted run left."""
     chunk_bytes: int = CHUNK_BYTES
     """Text that a worker tokenizes in one call."""
     shard_bytes: int = 1 << 28
-    """Text after which work is made durable; what a killed run can lose."""
+    """Amount of text after which work is made durable: the most that a killed run can lose."""
 
 
 @dataclass(frozen=True)
 class PrepareProgress:
-    """Where a run is."""
+    """Progress of a run."""
 
     read_bytes: int
     """Input read, in bytes on disk."""
@@ -79,7 +79,7 @@ class PrepareProgress:
     documents: int
     tokens: int
     seconds: float
-    """Since this run began."""
+    """Since this run started."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _need_eod(options: PrepareOptions, tokenizer: Tokenizer) -> int | None:
         return None
     if tokenizer.eod_id is None:
         raise UserError(
-            f"{options.tokenizer}: this tokenizer names no end-of-document token and has none of "
+            f"{options.tokenizer}: this tokenizer does not name an end-of-document token and has none of "
             f"{', '.join(EOD_TOKENS)}; choose one of its tokens with --eod TOKEN, or write documents without one with "
             f"--no-append-eod."
         )
@@ -111,7 +111,7 @@ def _need_eod(options: PrepareOptions, tokenizer: Tokenizer) -> int | None:
 
 
 def _fingerprint(options: PrepareOptions, files: list[Path], tokenizer: Tokenizer, eod_id: int | None) -> str:
-    """Hash of all that decides the bytes written; the error policy is not in it (see `_start_state`)."""
+    """Hash of everything that determines the bytes written, except the error policy (see `_start_state`)."""
     parts = {
         "format": 3,
         "files": [(os.path.realpath(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files],
@@ -126,20 +126,20 @@ def _fingerprint(options: PrepareOptions, files: list[Path], tokenizer: Tokenize
 
 
 def _start_state(options: PrepareOptions, work: Workspace, fingerprint: str) -> State:
-    """Where to begin.  UserError when an earlier run's work does not belong to these inputs and options."""
+    """Where to start.  UserError if an earlier run's work belongs to other inputs and options."""
     state = None if options.restart else work.stored()
     if state is None or (not state.documents and not state.skipped):
         return State(fingerprint)
     if state.fingerprint != fingerprint:
         raise UserError(
-            f"{work.folder}: an interrupted run with other inputs or options left its work here; repeat those "
-            f"to continue it, or throw it away with --restart."
+            f"{work.folder}: an interrupted run with other inputs or options left its work here; use those "
+            f"to continue it, or discard it with --restart."
         )
     unreadable = sum(count for reason, count in state.skipped.items() if reason != "empty")
     if unreadable and options.on_error == "fail":
         raise UserError(
-            f"{work.folder}: the interrupted run has skipped {unreadable} unreadable documents; continue it with "
-            f"--on-error skip, or throw it away with --restart."
+            f"{work.folder}: the interrupted run skipped {unreadable} unreadable documents; continue it with "
+            f"--on-error skip, or discard it with --restart."
         )
     return state
 
@@ -147,7 +147,7 @@ def _start_state(options: PrepareOptions, work: Workspace, fingerprint: str) -> 
 def _refuse_existing(options: PrepareOptions, work: Workspace, state: State) -> None:
     existing = [work.final(suffix) for suffix in (".idx", ".bin") if work.final(suffix).exists()]
     if existing and not options.overwrite and not state.whole:
-        raise UserError(f"{existing[0]}: exists already; choose another --output, or replace it with --overwrite.")
+        raise UserError(f"{existing[0]}: already exists; choose another --output, or replace it with --overwrite.")
 
 
 def _work_through(
@@ -171,7 +171,7 @@ def _work_through(
             if encoded.problems and options.on_error == "fail":
                 problem = encoded.problems[0]
                 raise UserError(
-                    f"{name}:{problem.line}: {problem.message}; mend the file, or leave such documents out with "
+                    f"{name}:{problem.line}: {problem.message}; fix the file, or skip such documents with "
                     f"--on-error skip."
                 )
             examples += [f"{name}:{p.line}: {p.message}" for p in encoded.problems[: EXAMPLES - len(examples)]]
@@ -187,7 +187,7 @@ def _work_through(
                 state, seconds = work.state, time.monotonic() - began
                 text = state.text_bytes - already
                 on_progress(PrepareProgress(done, sum(sizes), text, state.documents, state.tokens, seconds))
-    except BaseException:  # also Ctrl-C: chunks are added whole and in order, so all that was added is good
+    except BaseException:  # also Ctrl-C: chunks are added completely and in order, so everything added is valid
         work.save()
         raise
     finally:
@@ -257,14 +257,14 @@ def _workers(options: PrepareOptions, files: list[Path]) -> int:
     if options.workers is not None:
         return options.workers
     chunks = sum(f.stat().st_size for f in files) // options.chunk_bytes
-    return len(os.sched_getaffinity(0)) if chunks > 4 else 1  # else starting processes takes longer than the work
+    return len(os.sched_getaffinity(0)) if chunks > 4 else 1  # otherwise starting processes takes longer than the work
 
 
 def prepare(options: PrepareOptions, on_progress: Callable[[PrepareProgress], None] | None = None) -> PrepareSummary:
     """Write the indexed dataset `options.output`; the same bytes whatever the number of workers.
 
     An interrupted run leaves `<output>.partial`; the same call continues it.  Nothing appears under the final name
-    before all of it is on disk.  Raises UserError or ConfigError for whatever the user can mend.
+    before all of it is on disk.  Raises UserError or ConfigError for anything the user can fix.
     """
     began = time.monotonic()
     _check(options)
@@ -282,7 +282,9 @@ def prepare(options: PrepareOptions, on_progress: Callable[[PrepareProgress], No
                 examples = _work_through(options, files, work, _encode_options(options, files, dtype), on_progress)
                 if work.state.documents == 0:
                     work.discard()
-                    raise UserError(f"{', '.join(options.inputs)}: no document with any token; nothing was written.")
+                    raise UserError(
+                        f"{', '.join(options.inputs)}: no document contains any token; nothing was written."
+                    )
             done = work.state
             if not start.whole:
                 work.complete(_meta(options, tokenizer, eod_id, files, dtype, done))
@@ -291,7 +293,7 @@ def prepare(options: PrepareOptions, on_progress: Callable[[PrepareProgress], No
         if error.errno in IN_THE_WAY and (problem := of_file(error)) is not None:
             raise problem from error
         place = error.errno in (errno.ENOENT, errno.EPERM, errno.EROFS)
-        fix = "name an --output that can be written" if place else "run the same command again to continue"
+        fix = "choose an --output that can be written" if place else "run the same command again to continue"
         raise UserError(f"{options.output}: writing failed ({error}); {fix}.") from error
     meta = read_meta(read_index(options.output))
     assert meta is not None  # it has just been written

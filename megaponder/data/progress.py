@@ -1,4 +1,4 @@
-"""What `prepare` shows while it works: a live line in a terminal, a plain one every ten seconds in a log."""
+"""The progress display of `prepare`: a live line in a terminal, a plain one every ten seconds in a log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOG_SECONDS = 10.0
 
 
 def describe(p: PrepareProgress) -> str:
-    """One line: how much is done, how fast, how long still."""
+    """One line: how much is done, how fast, how long remains."""
     rate = p.text_bytes / max(p.seconds, 1e-9)
     left = p.seconds * (p.total_bytes - p.read_bytes) / p.read_bytes if p.read_bytes else 0.0
     return (

@@ -1,9 +1,9 @@
-"""Input files as a stream of chunks of whole documents, from any position on.
+"""Input files as a stream of chunks of complete documents, starting at any position.
 
     .jsonl .txt             also as .gz and .zst (the Pile's own form; several frames in a file are one stream)
     .parquet                with the extra `parquet`
 
-A `Position` is where a chunk ends; reading on from it gives the same documents as never having stopped.
+A `Position` is where a chunk ends; resuming there gives the same documents as an uninterrupted read.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class Limits:
-    """What an input may ask of memory."""
+    """How much memory an input may require."""
 
     document: int = 256 * MIB
-    """Bytes of a document, unpacked: it is held in memory as text and as tokens."""
+    """Bytes of a document, decompressed: it is held in memory as text and as tokens."""
     window: int = 128 * MIB
-    """Bytes of the window that a .zst file may ask for; the default is that of the program zstd."""
+    """Bytes of the window that a .zst file may require; the default is that of the zstd program."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where the next document begins."""
+    """Where the next document starts."""
 
     file: int = 0
     offset: int = 0
-    """Bytes of the unpacked file (rows of parquet) before it."""
+    """Bytes of the decompressed file (rows of parquet) before it."""
     line: int = 1
     """Its line (or row) number, from 1."""
 
@@ -68,9 +68,9 @@ def kind_of(path: Path) -> str | None:
 
 
 def list_inputs(inputs: Sequence[str]) -> list[Path]:
-    """Files to read, in order; a folder stands for all files of known form below it, sorted by path.
+    """Files to read, in order; a folder stands for all files of a known format below it, sorted by path.
 
-    Raises UserError for a missing path, an unknown form, a folder without any, or a file that is named twice.
+    Raises UserError for a missing path, an unknown format, a folder without input files, or a duplicate file.
     """
     known = "known: .jsonl and .txt, also as .gz or .zst, and .parquet"
     files: list[Path] = []
@@ -79,21 +79,21 @@ def list_inputs(inputs: Sequence[str]) -> list[Path]:
         if path.is_dir():
             found = sorted(p for p in path.rglob("*") if p.is_file() and kind_of(p))
             if not found:
-                raise UserError(f"{name}: no input file lies in this folder ({known}).")
+                raise UserError(f"{name}: this folder contains no input file ({known}).")
             files += found
         elif is_special(path):
-            raise UserError(f"{name} is a pipe or a device; only files can be read by several processes, and again.")
+            raise UserError(f"{name} is a pipe or a device; inputs must be files, since they are read several times.")
         elif not path.is_file():
             raise UserError(f"{name}: no such file or folder.")
         elif kind_of(path) is None:
-            raise UserError(f"{name}: the form of this file is not known by its name ({known}).")
+            raise UserError(f"{name}: the file name does not tell its format ({known}).")
         else:
             files.append(path)
     seen: set[str] = set()
     for path in files:
         real = os.path.realpath(path)
         if real in seen:
-            raise UserError(f"{path}: this input is named twice, so that its documents would be in the dataset twice.")
+            raise UserError(f"{path}: this input is named twice, so its documents would be in the dataset twice.")
         seen.add(real)
     if not files:
         raise ConfigError("input", [], "there is nothing to read", "name at least one file or folder")
@@ -101,13 +101,13 @@ def list_inputs(inputs: Sequence[str]) -> list[Path]:
 
 
 ZSTD_BLOCK = 1 << 12
-"""Packed bytes that are unpacked at a time.  Four of them may stand for 128 KiB, so this many for 128 MiB."""
+"""Compressed bytes that are decompressed at a time.  Four of them may expand to 128 KiB, so this many to 128 MiB."""
 
 
 def _unzstd(stream: IO[bytes], path: Path, limits: Limits) -> Iterator[bytes]:
     import zstandard
 
-    # The library's stream reader takes a file that ends inside a frame for a whole one: watch the frames here.
+    # The library's stream reader accepts a file that ends inside a frame as complete: check the frames here.
     decoder = None
     while block := stream.read(ZSTD_BLOCK):
         while block:
@@ -118,8 +118,8 @@ def _unzstd(stream: IO[bytes], path: Path, limits: Limits) -> Iterator[bytes]:
             except zstandard.ZstdError as error:
                 if "too much memory" in str(error):
                     raise UserError(
-                        f"{path}: unpacking it needs a window of more than {limits.window // MIB} MiB; allow more with "
-                        "--zstd-window MIB (at most 2048), which takes as much memory."
+                        f"{path}: decompressing it needs a window of more than {limits.window // MIB} MiB; allow "
+                        "more with --zstd-window MIB (at most 2048), which uses as much memory."
                     ) from error
                 raise UserError(f"{path}: not valid zstd data near byte {stream.tell()} ({error}).") from error
             block = decoder.unused_data if decoder.eof else b""
@@ -141,7 +141,7 @@ def _ungzip(stream: IO[bytes], path: Path, limits: Limits) -> Iterator[bytes]:
 
 
 def _blocks(path: Path, stream: IO[bytes], skip: int, limits: Limits) -> Iterator[bytes]:
-    """Unpacked content from byte `skip` on."""
+    """Decompressed content from byte `skip`."""
     if path.suffix not in PACKED:
         stream.seek(skip)
         while block := stream.read(BLOCK):
@@ -154,20 +154,20 @@ def _blocks(path: Path, stream: IO[bytes], skip: int, limits: Limits) -> Iterato
 
 
 def _pieces(blocks: Iterator[bytes], size: int) -> Iterator[bytes]:
-    """The same bytes in pieces of at most `size` (a packed block may unpack to far more)."""
+    """The same bytes in pieces of at most `size` (a compressed block may expand to far more)."""
     for block in blocks:
         for at in range(0, len(block), size):
             yield block[at : at + size]
 
 
 def _last_edge(data: bytes, rule: TxtRule | None) -> int:
-    """Where `data`, of which more may follow, can be cut between two documents; 0 if nowhere."""
+    """Where `data`, which may be incomplete, can be cut between two documents; 0 if nowhere."""
     if rule is None or rule.split == "line":
         return data.rfind(b"\n") + 1
     edge = rule.edge
     if edge is None:
         return 0
-    # An edge that touches the end may go on in the next block; one that is followed by a space may be part of a longer.
+    # A separator at the end may continue in the next block; one followed by a space may be part of a longer one.
     cuts = [m.end() for m in edge.finditer(data) if m.end() < len(data) and data[m.end()] not in b" \t\r\n"]
     return cuts[-1] if cuts else 0
 
@@ -182,7 +182,7 @@ def _read_lines(path: Path, start: Position, rule: TxtRule | None, limits: Limit
             too_large = size > limits.document
             if too_large and whole:
                 raise UserError(
-                    f"{path}: larger than {limits.document // MIB} MiB, too much for one document; choose what a "
+                    f"{path}: larger than {limits.document // MIB} MiB, too large for one document; set what a "
                     f"document is with --txt-split line, --txt-split blank or a separator line."
                 )
             if whole or (size < target and not too_large):
@@ -192,7 +192,9 @@ def _read_lines(path: Path, start: Position, rule: TxtRule | None, limits: Limit
             if too_large and not cut:
                 raise _too_large(path, at.line, limits)
             waiting, size = [data[cut:]], len(data) - cut
-            target = chunk_bytes if cut else 2 * size  # a long document is not joined and searched at every block
+            target = (
+                chunk_bytes if cut else 2 * size
+            )  # so that a long document is not joined and searched at every block
             if cut:
                 read = _cut(data[:cut], at, stream.tell())
                 at = read.end
@@ -203,8 +205,8 @@ def _read_lines(path: Path, start: Position, rule: TxtRule | None, limits: Limit
 
 def _too_large(path: Path, line: int, limits: Limits) -> UserError:
     return UserError(
-        f"{path}:{line}: the document that begins here is larger than {limits.document // MIB} MiB; take it out, or "
-        "allow more with --max-document MIB, which takes several times as much memory."
+        f"{path}:{line}: the document that starts here is larger than {limits.document // MIB} MiB; remove it, or "
+        "allow more with --max-document MIB, which uses several times as much memory."
     )
 
 
@@ -232,7 +234,7 @@ def _read_parquet(path: Path, start: Position, field: str, limits: Limits) -> It
         raise UserError(f"{path}: no column {field!r} (columns: {', '.join(names)}); name it with --field.")
     kind = table.schema_arrow.field(field).type
     if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_binary(kind)):
-        raise UserError(f"{path}: column {field!r} is of type {kind}, not string; name another one with --field.")
+        raise UserError(f"{path}: column {field!r} has type {kind}, not string; choose another one with --field.")
     total, disk, seen = max(1, table.metadata.num_rows), path.stat().st_size, 0
     try:
         for batch in table.iter_batches(batch_size=256, columns=[field]):
@@ -257,7 +259,7 @@ def read_chunks(
     chunk_bytes: int = CHUNK_BYTES,
     limits: Limits = Limits(),
 ) -> Iterator[Read]:
-    """Chunks of `files` from `start` on, in order.  UserError for a damaged file, or one that exceeds the limits."""
+    """Chunks of `files` from `start`, in order.  UserError for a file that is damaged or exceeds the limits."""
     for number in range(start.file, len(files)):
         at = start if number == start.file else Position(number)
         kind = kind_of(files[number])

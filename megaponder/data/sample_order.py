@@ -25,18 +25,18 @@ from megaponder.data.cache import cached_arrays
 from megaponder.data.indexed import Index, TokenReader
 from megaponder.errors import UserError
 
-_FORMAT = 1  # of the cached arrays; raise it when they change
+_FORMAT = 1  # of the cached arrays; increase it when they change
 
 
 @dataclass
 class OrderConfig(GPTDatasetConfig):
-    """GPTDatasetConfig plus what the caches need."""
+    """GPTDatasetConfig plus what the caches require."""
 
     wait_seconds: float = 600.0
-    """Longest wait for another process that builds an index."""
+    """Maximum wait for another process that builds an index."""
     indexes: dict[str, Index] = field(default_factory=dict)
-    """The opened datasets.  Caches are named by `Index.fingerprint`, so that an old one never serves a dataset that was
-    written anew."""
+    """The opened datasets.  Caches are named by `Index.fingerprint`, so an old one is never used for a rewritten
+    dataset."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class Vocabulary:
 
 
 def cache_key(**parts: Any) -> str:
-    """Name of a set of arrays that `parts` determine."""
+    """Name of the set of arrays determined by `parts`."""
     text = json.dumps({"format": _FORMAT, **parts}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _generator(seed: int, epoch: int, use: int) -> np.random.RandomState:
-    """Independent stream a (seed, epoch, use); RandomState's algorithms are frozen, those of Generator are not."""
+    """Independent stream per (seed, epoch, use); RandomState's algorithms are frozen, those of Generator are not."""
     return np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed, epoch, use])))
 
 
@@ -73,7 +73,7 @@ def epochs_for(samples: int, tokens: int, sequence_length: int) -> int:
 
 
 def build_order(lengths: np.ndarray, ids: np.ndarray, length: int, epochs: int, seed: int) -> dict[str, np.ndarray]:
-    """Document, sample and shuffle index of whole `epochs` over documents `ids` (int32) of `lengths` (int32).
+    """Document, sample and shuffle index of complete `epochs` over documents `ids` (int32) of `lengths` (int32).
 
     A sample that crosses an epoch's edge belongs to the later epoch; both shuffles stay inside their epoch.
     """
@@ -96,7 +96,7 @@ class EpochGPTDataset(GPTDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> TokenReader:
-        """The opened files, instead of megatron-core's memory maps of what now lies under the name."""
+        """The opened files, instead of megatron-core's memory maps of whatever is now at this path."""
         assert isinstance(config, OrderConfig)
         return TokenReader(config.indexes[dataset_path])
 
@@ -121,12 +121,12 @@ class EpochGPTDataset(GPTDataset):
         return arrays["document"], arrays["sample"], arrays["shuffle"]
 
     def _order(self, lengths: np.ndarray, ids: np.ndarray, epochs: int) -> dict[str, np.ndarray]:
-        """`build_order`; UserError, before the work, for more epochs than this machine's memory can hold."""
+        """`build_order`; UserError, before any work, for more epochs than this machine's memory can hold."""
         held = epochs * len(ids) * 4 + self.num_samples * 16  # documents; where samples begin and their order
         if held > psutil.virtual_memory().total:
             raise UserError(
                 f"train.steps asks for {self.num_samples:,} sequences of {self.dataset_path}, {epochs:,} epochs, whose "
-                f"order of {held / 2**30:,.0f} GiB does not fit in memory; train for fewer steps, or give more data."
+                f"order of {held / 2**30:,.0f} GiB does not fit in memory; train for fewer steps, or use more data."
             )
         return build_order(lengths, ids, self.config.sequence_length, epochs, self.config.random_seed)
 
@@ -143,7 +143,7 @@ class EpochGPTDataset(GPTDataset):
 
 
 class CachedBlend(BlendedDataset):
-    """BlendedDataset with the shared cache; which source gives sequence i depends on weights and i alone."""
+    """BlendedDataset with the shared cache; which source provides sequence i depends only on weights and i."""
 
     config: OrderConfig
 
@@ -161,7 +161,7 @@ class CachedBlend(BlendedDataset):
 
 
 class LocalBuilder(BlendedMegatronDatasetBuilder):
-    """BlendedMegatronDatasetBuilder without collectives: each process builds or finds the caches by itself."""
+    """BlendedMegatronDatasetBuilder without collectives: each process builds or finds the caches independently."""
 
     def _build_megatron_datasets_parallel(self, prefixes: list[str], split: list, sizes_per_dataset: list) -> list:
         pairs = zip(prefixes, sizes_per_dataset, strict=True)
@@ -171,7 +171,7 @@ class LocalBuilder(BlendedMegatronDatasetBuilder):
     def build_generic_dataset(self, cls: type, is_built_on_rank: Any, synchronize_ranks: bool, *args: Any) -> Any:
         if cls is BlendedDataset:
             datasets, weights, _, config = args
-            # The builder rounds each source's share up and sums, which with many small sources asks for far more than
-            # the sources were built for.  With the size that was asked for, no source is drawn beyond its share + 1.
+            # The builder rounds each source's share up and sums, which with many small sources requests far more than
+            # the sources were built for.  With the requested size, no source is drawn beyond its share + 1.
             return CachedBlend(datasets, weights, self.sizes[datasets[0].index_split.value], config)
         return cls(*args)

@@ -1,7 +1,7 @@
 """Exact and several times faster encoding for GPT-2-style byte-level BPE: each word is tokenized once.
 
-Such a tokenizer first cuts the text by a pattern (GPT-2's) and then encodes every piece for itself.  So text may be cut
-wherever that pattern always cuts, and a segment that was seen before has the ids that it had then.  The cuts here are
+Such a tokenizer first splits the text by a pattern (GPT-2's) and then encodes every piece separately.  So text may be
+cut wherever that pattern always cuts, and a segment that was seen before has the same ids again.  The cuts here are
 
     (1) between a character that is not white space and one of space, tab, newline, carriage return
     (2) after a segment of optional white space and ASCII letters, before an ASCII character that is neither letter nor
@@ -9,8 +9,8 @@ wherever that pattern always cuts, and a segment that was seen before has the id
 
 No alternative of the pattern matches across either cut, it has no look-behind, and its only look-ahead asks whether
 white space ends a run.  NFC composes nothing across them, since no ASCII character combines with the one before.
-Texts with other white space (no-break space, form feed ...) could have a run across cut (1): they are encoded whole.
-`supports` is strict: any other pipeline is left to the tokenizers library.
+Texts with other white space (no-break space, form feed ...) could have a run across cut (1): they are encoded in one
+piece. `supports` is strict: any other pipeline is left to the tokenizers library.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ SEGMENT = re.compile(
 )
 OTHER_SPACE = re.compile(r"[^\S \t\n\r]")
 MOST_SEGMENTS = 1 << 19
-"""Segments that are remembered, some 100 MB at most; then all are forgotten."""
+"""Segments in the cache, about 100 MB at most; then it is emptied."""
 
 
 def _keeps_cuts(token: dict[str, Any]) -> bool:
-    """No occurrence of an added token can lie across a cut, nor depend on what stands beyond one."""
+    """No occurrence of an added token can span a cut or depend on what lies beyond one."""
     content = token["content"]
     if token.get("lstrip") or token.get("rstrip") or token.get("single_word") or not content:
         return False
@@ -53,7 +53,7 @@ def supports(content: dict[str, Any]) -> bool:
 
 
 class SegmentEncoder:
-    """Encodes texts through a memory of segments; `encode` gives the ids of each text as native int32."""
+    """Encodes texts through a cache of segments; `encode` gives the ids of each text as native int32."""
 
     def __init__(self, encode: Callable[[list[str]], list[bytes]]):
         self._encode = encode

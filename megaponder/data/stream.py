@@ -1,4 +1,4 @@
-"""Training sequences by number: the same global order on every layout, read by each rank for itself."""
+"""Training sequences by number: the same global order in every layout, read by each rank independently."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ class TextDataset(Sized, Protocol):
 
 
 class SampleStream:
-    """Sequences 0 ... len-1 of a blend.  Which tokens sequence i has depends on seed, blend and i alone."""
+    """Sequences 0 ... len-1 of a blend.  The tokens of sequence i depend only on seed, blend and i."""
 
     def __init__(
         self, dataset: TextDataset, sequences: int, loss_mask: str, eod_id: int | None, vocab_size: int, field: str
     ):
         self.dataset, self.sequences, self.field = dataset, sequences, field
         self.loss_mask, self.eod_id, self.vocab_size = loss_mask, eod_id, vocab_size
-        # A thread reads what the next call will ask for, so that slow storage hides behind compute.
+        # A thread prefetches the next call's batches, so that slow storage is hidden behind compute.
         self._ahead: tuple[tuple[int, ...], Future[list[MicroBatch]]] | None = None
 
     def __len__(self) -> int:
-        """Sequences that were asked for when the stream was built."""
+        """Number of sequences requested when the stream was built."""
         return self.sequences
 
     def sequence(self, index: int) -> np.ndarray:
-        """Tokens of sequence `index`, int64 [n + 1].  UserError for an id that the model has no embedding for."""
+        """Tokens of sequence `index`, int64 [n + 1].  UserError for an id for which the model has no embedding."""
         text = self.dataset[index]["text"]
         largest = int(text.max())
         if largest >= self.vocab_size:
             raise UserError(
                 f"model.vocab_size = {self.vocab_size}: sequence {index} of {self.field} contains token id {largest}; "
-                f"use {largest + 1} or more, or the tokenizer's own size; if that has no such id, bytes of the dataset "
-                "were changed (megaponder inspect DATA --audit)."
+                f"use {largest + 1} or more, or the tokenizer's own size; if the tokenizer has no such id, bytes of "
+                "the dataset were changed (megaponder inspect DATA --audit)."
             )
         return text
 
@@ -72,7 +72,7 @@ class SampleStream:
     def micro_batches(
         self, first_sequence: int, global_batch: int, micro_batch: int, dp_rank: int, dp_size: int
     ) -> list[MicroBatch]:
-        """What `fetch` promises, once it is there."""
+        """The result of `fetch`, once available."""
         return self.fetch(first_sequence, global_batch, micro_batch, dp_rank, dp_size).result()
 
     def fetch(
@@ -81,7 +81,7 @@ class SampleStream:
         """This rank's micro-batches of sequences first_sequence ... first_sequence + global_batch - 1, being read.
 
         Micro-batch j holds `micro_batch` consecutive sequences and belongs to data-parallel rank j % dp_size.
-        Raises ConfigError when the batch does not divide, ValueError for sequences that the stream does not have.
+        Raises ConfigError if the batch does not divide evenly, ValueError for sequences outside the stream.
         """
         if global_batch % (micro_batch * dp_size):
             unit = micro_batch * dp_size
@@ -108,7 +108,7 @@ class SampleStream:
 def _start(
     before: Future[list[MicroBatch]] | None, read: Callable[..., list[MicroBatch]], *request: int
 ) -> Future[list[MicroBatch]]:
-    """Read once `before` is done, in a thread that does not keep the process alive: storage may hang, its end not."""
+    """Read once `before` is done, in a thread that does not keep the process alive if storage hangs."""
     future: Future[list[MicroBatch]] = Future()
 
     def work() -> None:
@@ -129,18 +129,20 @@ class Streams:
 
     train: SampleStream
     valid: SampleStream | None
-    """None when no validation sequences were asked for."""
+    """None if no validation sequences were requested."""
 
 
 def _blend(sources: list[SourceFacts]) -> tuple[list[str], list[float] | None]:
-    """The form that megatron-core takes; a single source needs no weight."""
+    """The form that megatron-core expects; a single source needs no weight."""
     return [s.path for s in sources], [s.weight for s in sources] if len(sources) > 1 else None
 
 
 def _datasets(
     cfg: RunConfig, facts: DataFacts, opened: dict[str, Opened], train: int, valid: int
 ) -> tuple[TextDataset, TextDataset | None]:
-    from megaponder.data import sample_order  # here: megatron-core must be imported after engine.cuda_on_cpu.install()
+    from megaponder.data import (
+        sample_order,
+    )  # imported here, since megatron-core must be imported after engine.cuda_on_cpu.install()
 
     seed = cfg.train.seed if cfg.data.shuffle_seed is None else cfg.data.shuffle_seed
     shared: dict[str, Any] = {
@@ -168,11 +170,11 @@ def _datasets(
 def build_streams(
     cfg: RunConfig, train_sequences: int, valid_sequences: int, opened: dict[str, Opened] | None = None
 ) -> Streams:
-    """Streams of `train_sequences` and `valid_sequences` sequences; datasets are repeated by whole epochs as needed.
+    """Streams of `train_sequences` and `valid_sequences` sequences; datasets are repeated in full epochs as needed.
 
-    `opened`: what `open_data` gave, where the datasets were opened before.
+    `opened`: the result of `open_data`, if the datasets were opened before.
     Every rank calls this; no rank waits for another except through the index cache's file lock.
-    Raises what `check_data` raises, and UserError when the cache folder cannot be used.
+    Raises what `check_data` raises, and UserError if the cache folder cannot be used.
     """
     opened = open_data(cfg) if opened is None else opened
     facts = check_data(cfg, opened)

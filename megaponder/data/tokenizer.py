@@ -18,24 +18,24 @@ from megaponder.errors import ConfigError, UserError
 from megaponder.files import read_bounded
 
 EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<eod>", "<EOD>", "<|end|>", "[EOS]")
-"""Tokens that end a document where a tokenizer does not name one, most telling first."""
+"""Tokens that end a document if a tokenizer does not name one, most specific first."""
 
 LARGEST = 1 << 28
-"""Bytes of a tokenizer's file; the largest published ones have a seventh of it."""
+"""Maximum bytes of a tokenizer file; the largest published ones have a seventh of this."""
 
 Flat = tuple[np.ndarray, np.ndarray]
-"""Ids of all texts in a row (integers), and how many belong to each text (int32)."""
+"""Concatenated ids of all texts (integers), and how many belong to each text (int32)."""
 
 
 class Tokenizer(Protocol):
-    """What the rest of the program needs of a tokenizer."""
+    """What the rest of the program needs from a tokenizer."""
 
     kind: str
     """huggingface, sentencepiece or bytes."""
     name: str
-    """File or folder as it was given."""
+    """File or folder as given."""
     spells_specials: bool
-    """Special tokens have spellings that can stand in a text and could be taken for them."""
+    """Special tokens have spellings that can occur in a text and could be mistaken for them."""
 
     @property
     def vocab_size(self) -> int:
@@ -51,13 +51,13 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of the content that decides ids, however the file is laid out."""
+        """sha256 of the content that determines ids, however the file is laid out."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, without any EOD but what the tokenizer's own template adds."""
+        """Ids of each text, without any EOD except what the tokenizer's own template adds."""
 
     def encode_flat(self, texts: Sequence[str]) -> Flat:
-        """The same ids in one array: the fast way for much text."""
+        """The same ids in one array: faster for large amounts of text."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens included."""
@@ -123,7 +123,7 @@ class HuggingFaceTokenizer:
         self._segments = SegmentEncoder(self._encode_bytes) if fast else None
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        # "fast": without character offsets, which nobody reads here
+        # "fast": without character offsets, which are not needed here
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=self._special_tokens)
         return [encoding.ids for encoding in encodings]
 
@@ -142,7 +142,7 @@ class HuggingFaceTokenizer:
 
 
 def _with_special(backend: Any, content: dict[str, Any], eod: str | None) -> Any:
-    """The backend, in which the token that ends documents counts as special even if its file does not say so."""
+    """The backend, with the token that ends documents marked as special even if its file does not say so."""
     ends = {eod} if eod is not None else set(EOD_TOKENS)
     plain = [t for t in content.get("added_tokens") or [] if t["content"] in ends and not t.get("special")]
     if not plain:
@@ -152,7 +152,7 @@ def _with_special(backend: Any, content: dict[str, Any], eod: str | None) -> Any
 
 
 class SentencePieceTokenizer:
-    """A sentencepiece .model, which never takes a control token from a text."""
+    """A sentencepiece .model, which never reads a control token from a text."""
 
     kind = "sentencepiece"
     spells_specials = False
@@ -191,13 +191,13 @@ class SentencePieceTokenizer:
 
 
 def _find_eod(token_id: Any, named: str | None, must: bool, name: str) -> int | None:
-    """Id of the token `named`, else of the first well-known one; ConfigError when a demanded one does not exist."""
+    """Id of the token `named`, otherwise of the first well-known one; ConfigError if a required one does not exist."""
     for token in [named] if must else [named, *EOD_TOKENS]:
         found = token_id(token) if token is not None else None
         if found is not None:
             return int(found)
     if must:
-        raise ConfigError("eod", named, f"the tokenizer {name} has no such token", "give one that its vocabulary holds")
+        raise ConfigError("eod", named, f"the tokenizer {name} has no such token", "use one from its vocabulary")
     return None
 
 
@@ -214,7 +214,7 @@ def _configured_eos(folder: Path) -> str | None:
 
 
 def _canonical(content: dict[str, Any]) -> bytes:
-    """tokenizer.json without what does not change ids or differs between writers of the same tokenizer."""
+    """tokenizer.json without parts that do not affect ids or differ between writers of the same tokenizer."""
     content = {key: value for key, value in content.items() if key not in ("truncation", "padding", "version")}
     model = {key: value for key, value in content.get("model", {}).items() if value not in (None, False)}
     if "merges" in model:  # "a b" in older files, ["a", "b"] in newer ones
@@ -228,22 +228,22 @@ def load_tokenizer(
 ) -> Tokenizer:
     """Load a tokenizer by file, folder or the word "bytes".
 
-    eod: the token that ends a document; default: the tokenizer's own EOS, else the first of EOD_TOKENS that it has.
-    special_tokens: let the tokenizer's template add its BOS/EOS to each text.
-    specials_as_text: a special token that is spelled out in a text is encoded as the characters that it is spelled
-    with; otherwise it becomes the token, and an EOD would end a document in its middle.
+    eod: the token that ends a document; default: the tokenizer's own EOS, otherwise the first of EOD_TOKENS that it
+    has. special_tokens: let the tokenizer's template add its BOS/EOS to each text.
+    specials_as_text: a special token that is spelled out in a text is encoded character by character; otherwise it
+    becomes the token, and an EOD would end a document in its middle.
     Raises UserError for a missing or unreadable file, ConfigError for an `eod` that it does not have.
     """
     if name == "bytes":
         if eod is not None:
-            raise ConfigError("eod", eod, "the byte-level tokenizer has its own (256)", "drop the option")
+            raise ConfigError("eod", eod, "the byte-level tokenizer has its own (256)", "omit the option")
         return BytesTokenizer()
     path = Path(name)
     if path.is_dir():
         candidates = [path / "tokenizer.json", path / "tokenizer.model", *sorted(path.glob("*.model"))]
         found = next((p for p in candidates if p.is_file()), None)
         if found is None:
-            raise UserError(f"{name}: the folder holds neither tokenizer.json nor a sentencepiece .model.")
+            raise UserError(f"{name}: the folder contains neither tokenizer.json nor a sentencepiece .model.")
         path = found
     if not path.is_file():
         raise UserError(f'{name}: no such tokenizer; give a tokenizer.json, a .model, a folder with one, or "bytes".')

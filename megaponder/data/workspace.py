@@ -1,12 +1,12 @@
-"""The folder `<prefix>.partial`, where a dataset grows until it is whole; what makes `prepare` safe to kill.
+"""The folder `<prefix>.partial`, where a dataset grows until it is complete; this makes `prepare` safe to kill.
 
     tokens.bin     token ids so far           lengths.bin   int32 tokens of each document so far
-    state.json     how much of both is good, and the input position that belongs to it (written by rename)
+    state.json     how much of both is valid, and the matching input position (written by rename)
     lock           held while a process works here
 
-Work is done in shards: after each, both files are flushed to disk and the state moves on.  A run that finds a state
-cuts both files back to it and reads on from its position.  When all is there, the three files get their final names,
-the .idx last: without it no reader takes a .bin for a dataset.
+Work is done in shards: after each, both files are flushed to disk and the state advances.  A run that finds a state
+truncates both files to it and continues from its position.  When everything is written, the three files get their final
+names, the .idx last: without it no reader accepts a .bin as a dataset.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ PARTS = (("tokens.bin", ".bin"), ("meta.json", ".json"), ("index.idx", ".idx"))
 
 @dataclass(frozen=True)
 class State:
-    """How far the work is."""
+    """How far the work has got."""
 
     fingerprint: str
-    """Hash of inputs and options; work of another one is never continued."""
+    """Hash of inputs and options; work with a different hash is never continued."""
     position: Position = field(default_factory=Position)
     documents: int = 0
     tokens: int = 0
     text_bytes: int = 0
     max_id: int = -1
     crc32: int = 0
-    """Of all tokens so far, as they lie on disk."""
+    """Of all tokens so far, as stored on disk."""
     per_file: list[tuple[int, int]] = field(default_factory=list)
     """Documents and tokens that came from each input file so far."""
     skipped: dict[str, int] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Workspace:
         return self.prefix.with_name(self.prefix.name + suffix)
 
     def __enter__(self) -> Workspace:
-        """Take the folder; UserError when another process has it."""
+        """Lock the folder; UserError if another process has it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             self._lock.acquire(timeout=0)
@@ -86,7 +86,7 @@ class Workspace:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give the folder back, with the work in it if there is any."""
+        """Release the folder, keeping the work in it if there is any."""
         self._close()
         if not (self.folder / "state.json").exists():
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -113,7 +113,7 @@ class Workspace:
         return State(**{**data, "position": Position(**data["position"])})
 
     def open(self, state: State) -> None:
-        """Continue from `state` (a fresh one begins anew)."""
+        """Continue from `state` (a fresh one starts from scratch)."""
         self.state = state
         if state.whole:
             return
@@ -163,7 +163,7 @@ class Workspace:
         files.write_bytes(self.folder / "state.json", orjson.dumps(asdict(self.state)))
 
     def complete(self, meta: DatasetMeta) -> None:
-        """Write index and description (to which the checksums are added), and mark the work as whole."""
+        """Write index and description (with checksums added), and mark the work as complete."""
         self.save()
         lengths = np.memmap(self.folder / "lengths.bin", np.int32, "r", shape=(self.state.documents,))
         write_index(self.folder / "index.idx", self.dtype, lengths)
@@ -173,9 +173,11 @@ class Workspace:
         self.save()
 
     def publish(self) -> None:
-        """Give whole work its final names and remove the folder.  May be repeated after a crash."""
+        """Give complete work its final names and remove the folder.  May be repeated after a crash."""
         if (self.folder / "index.idx").exists():
-            self.final(".idx").unlink(missing_ok=True)  # of a dataset that is overwritten: it must not meet a new .bin
+            self.final(".idx").unlink(
+                missing_ok=True
+            )  # of a dataset being overwritten: it must not be paired with a new .bin
         for name, suffix in PARTS:
             if (self.folder / name).exists():
                 os.replace(self.folder / name, self.final(suffix))

@@ -37,7 +37,7 @@ def published(out: Path, force: bool) -> Iterator[Path]:
     _sweep(out)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         if not force:
-            raise UserError(f"{out} exists already; choose another folder, or say --force to replace it.")
+            raise UserError(f"{out} already exists; choose another folder, or say --force to replace it.")
         if not (out / "config.json").is_file():
             raise UserError(f"{out} has no config.json, so it is no model folder and --force does not replace it.")
     mine = f"{socket.gethostname()}-{os.getpid()}"

@@ -25,7 +25,7 @@ def save_weights(root: Path, cfg: RunConfig, stage: PonderStage, force: bool = F
     for link in (root.parent, root, target):
         files.refuse_lost_link(link)
     if target.exists() and not force:
-        raise UserError(f"{target} exists already; choose another folder, or say --force to replace it.")
+        raise UserError(f"{target} already exists; choose another folder, or say --force to replace it.")
     if (others := [p for step, p in folder.published(root).items() if step]) and not force:
         raise UserError(f"{others[0]} is of a run, which would not start from an import; choose another folder.")
     path = None

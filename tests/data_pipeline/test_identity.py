@@ -111,7 +111,7 @@ def test_a_file_that_is_cut_while_it_is_read(prefix: str, suffix: str) -> None:
     stream = build_streams(cfg, 1000, 0).train
     stream.sequence(0)
     os.truncate(prefix + suffix, 50)
-    sentence = rf"set\{suffix}: shortened while it was in use \(it has 50 bytes, and had [\d,]+ when it was opened\)"
+    sentence = rf"set\{suffix}: truncated while in use \(it has 50 bytes, and had [\d,]+ when it was opened\)"
     with pytest.raises(UserError, match=sentence):
         for i in range(1000):
             stream.sequence(i)
@@ -146,7 +146,7 @@ def test_errors_of_a_file_system_are_sentences(prefix: str, monkeypatch: pytest.
         raise OSError(116, "Stale file handle")
 
     monkeypatch.setattr(os, "pread", stale)
-    with pytest.raises(UserError, match=r"set\.bin: cannot be read any more \(Stale file handle\)"):
+    with pytest.raises(UserError, match=r"set\.bin: can no longer be read \(Stale file handle\)"):
         file.read(0, 8)
 
 

@@ -134,7 +134,7 @@ def test_inputs_are_bounded(tmp_path: Path) -> None:
     assert [x for r in reads for x in items(r)] == LINES
     path.write_bytes(pack(raw, window_log=20) + zeros)
     small = Limits(document=8 << 20)
-    with pytest.raises(UserError, match=r"a\.jsonl\.zst:401: the document that begins here is larger than 8 MiB"):
+    with pytest.raises(UserError, match=r"a\.jsonl\.zst:401: the document that starts here is larger than 8 MiB"):
         list(read_chunks([path], Position(), "text", TxtRule(), limits=small))
     for name, data in (
         ("b.jsonl", raw + b'{"text": "' + b"x" * (9 << 20)),
@@ -142,7 +142,7 @@ def test_inputs_are_bounded(tmp_path: Path) -> None:
     ):
         (tmp_path / name).write_bytes(data)
         line = 401 if name == "b.jsonl" else 1
-        with pytest.raises(UserError, match=rf"{name}:{line}: the document that begins here is larger than 8 MiB"):
+        with pytest.raises(UserError, match=rf"{name}:{line}: the document that starts here is larger than 8 MiB"):
             list(read_chunks([tmp_path / name], Position(), "text", TxtRule(), limits=small))
     long = tmp_path / "c.jsonl"  # just below the limit, among others
     lines = [*LINES, "y" * (7 << 20), *LINES]
@@ -169,7 +169,7 @@ def test_large_rows_of_parquet(tmp_path: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"text": ["short", "z" * 5000]}), path)
-    with pytest.raises(UserError, match=r"a\.parquet:1: the document that begins here is larger than"):
+    with pytest.raises(UserError, match=r"a\.parquet:1: the document that starts here is larger than"):
         list(read_chunks([path], Position(), "text", TxtRule(), limits=Limits(document=4096)))
     damaged = bytearray(path.read_bytes())
     damaged[8:40] = b"\xff" * 32

@@ -179,7 +179,7 @@ def test_existing_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     out = tmp_path / "hf"
     out.mkdir()
     (out / "diary.txt").write_text("not a model")
-    with pytest.raises(UserError, match="hf exists already; choose another folder, or say --force"):
+    with pytest.raises(UserError, match="hf already exists; choose another folder, or say --force"):
         export(tmp_path / "run", out)
     with pytest.raises(UserError, match=r"no config\.json, so it is no model folder"):
         export(tmp_path / "run", out, force=True)

@@ -123,7 +123,7 @@ def test_a_deleted_dataset_is_told(base: Base, changed: Any) -> None:
 def test_a_dataset_that_is_cut_ends_the_run_and_loses_nothing(base: Base, changed: Any) -> None:
     sentence = agreed(changed, "cut")
     assert sentence.startswith("The run ends after step ") and ", which is saved; rank " in sentence
-    assert "cut-data/train.bin: shortened while it was in use (it has 10 bytes, and had 386" in sentence
+    assert "cut-data/train.bin: truncated while in use (it has 10 bytes, and had 386" in sentence
     step = int(sentence.split()[5].rstrip(","))
     assert step >= 4 and f"step_{step:08d}" in changed[1]["cut"], "the later start goes on from there"
     assert agreed(changed, "cut-again") == 0
