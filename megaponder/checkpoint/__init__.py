@@ -1,4 +1,4 @@
-"""State on disk: sharded, atomic, checked, and independent of the layout that wrote it.
+"""State on disk: sharded, atomic, checksummed, and independent of the layout that wrote it.
 
 `load_weights` and `inspect_checkpoint` need neither a process group nor megatron-core.
 """

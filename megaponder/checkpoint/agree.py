@@ -1,8 +1,8 @@
-"""What all ranks say of a checkpoint: the first rank chooses, and each confirms that it sees the same.
+"""Agreement of all ranks on a checkpoint: the first rank chooses, and each confirms that it sees the same.
 
-A network file system may show a folder late, and a node may see another disk under the same name.  What the ranks see
-differently they look at again for some seconds; then the run ends with a sentence that names rank and host, instead of
-going on from two states.  No checkpoint is passed over because one rank alone does not see it.
+A network file system may show a folder late, and a node may have a different disk mounted under the same path.  Ranks
+that see different things retry for some seconds; then the run ends with a sentence that names rank and host, instead of
+continuing from two states.  No checkpoint is skipped because only one rank does not see it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def choose(root: Path) -> Choice:
         if other.value != first.value:
             raise LostRank(
                 f"The ranks do not see the same checkpoints in {root}: {other.who} sees {_newest(other.value)}, "
-                f"{first.who} sees {_newest(first.value)}; see whether that node's file system lags, and start again."
+                f"{first.who} sees {_newest(first.value)}; check whether that node's file system lags, and restart."
             )
     return first_intact([root / name for name in first.value], agreed_damage)
 
@@ -38,15 +38,15 @@ def locate(path: str) -> Path:
 
 
 def agreed_damage(path: Path) -> Damage | None:
-    """`damage`, the reading divided among all ranks, the answer the same on all of them.
+    """`damage`, with the reading divided among all ranks and the same answer on all of them.
 
-    LostRank if a rank goes on seeing something else than the first rank does.
+    LostRank if a rank keeps seeing something different from the first rank.
     """
     first, *others = settle(lambda: (manifest.digest(path), lost_link(path) or manifest.outline(path)))
     for other in others:
         if other.value != first.value:
             odd, than = (first, other) if first.value[1] and not other.value[1] else (other, first)
-            raise _not_alike(path, odd, odd.value[1] or f"its {manifest.MANIFEST} is another one", than)
+            raise _not_alike(path, odd, odd.value[1] or f"its {manifest.MANIFEST} is different", than)
     if first.value[1] is not None:
         return first.value[1]
     said = gather(damage(path, dist.get_rank(), dist.get_world_size()))
@@ -68,8 +68,8 @@ def agreed_damage(path: Path) -> Damage | None:
 
 def _not_alike(path: Path, odd: Said, why: str, than: Said) -> LostRank:
     return LostRank(
-        f"Checkpoint {path} is not the same on all ranks: {odd.who} finds that {why}, {than.who} does not; see "
-        "whether that node's file system lags or shows another disk, and start again."
+        f"Checkpoint {path} is not the same on all ranks: {odd.who} finds that {why}, {than.who} does not; check "
+        "whether that node's file system lags or shows another disk, and restart."
     )
 
 

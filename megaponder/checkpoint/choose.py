@@ -1,4 +1,4 @@
-"""Which checkpoint a run continues from, and why newer ones were passed over."""
+"""Which checkpoint a run continues from, and why newer ones were skipped."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ Check = Callable[[Path], "str | None"]
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint taken, if any, and the newer ones that were not, with reasons."""
+    """The chosen checkpoint, if any, and the newer ones that were skipped, with reasons."""
 
     path: Path | None
     skipped: tuple[tuple[Path, str], ...] = ()
 
     def sentences(self) -> list[str]:
-        """What a person should read about the choice."""
+        """The choice as sentences for the user."""
         lines = [f"Skipped checkpoint {path}: {reason}." for path, reason in self.skipped]
         return [*lines, f"Resuming from checkpoint {self.path}."] if self.path else lines
 
 
 def choose(root: Path, check: Check = damage) -> Choice:
-    """The newest published checkpoint of `root` without damage; UserError if one that may be whole may not be read."""
+    """The newest published checkpoint of `root` without damage; UserError if one that may be intact cannot be read."""
     return first_intact(folder.published(root).values(), check)
 
 
@@ -42,7 +42,7 @@ def first_intact(paths: Iterable[Path], check: Check = damage) -> Choice:
         reason = check(path)
         if reason is None:
             return Choice(path, tuple(skipped))
-        if isinstance(reason, manifest.Forbidden):  # going back behind it would write it anew
+        if isinstance(reason, manifest.Forbidden):  # resuming from an earlier one would overwrite it
             raise UserError(f"Checkpoint {path}: {reason}.")
         skipped.append((path, reason))
     return Choice(None, tuple(skipped))
@@ -56,18 +56,18 @@ class Source:
     candidates: list[Path]
     """Checkpoints, the best one first."""
     is_checkpoint: bool
-    """It names a checkpoint itself, so that no other will do."""
+    """The path is a checkpoint itself, so no other will do."""
 
     def intact(self, check: Check = damage, warn: bool = True) -> Path:
-        """The checkpoint to use; UserError if there is none or it is damaged.  `warn`: of what was passed over."""
+        """The checkpoint to use; UserError if there is none or it is damaged.  `warn`: about skipped ones."""
         if self.is_checkpoint:
             if (reason := check(self.path)) is not None:
                 raise UserError(f"Checkpoint {self.path} cannot be used because {reason}.")
             return self.path
         choice = first_intact(self.candidates, check)
         if choice.path is None:
-            why = " ".join(choice.sentences()) or "Name a step_... folder or the folder of a run that has saved."
-            raise UserError(f"{self.path} holds no whole checkpoint. {why}")
+            why = " ".join(choice.sentences()) or "Give a step_... folder or the folder of a run that has saved one."
+            raise UserError(f"{self.path} contains no intact checkpoint. {why}")
         for checkpoint, reason in choice.skipped if warn else ():
             warning = f"warning: {checkpoint} is damaged ({reason}), so {choice.path} is used."
             print(warning, file=sys.stderr, flush=True)
@@ -88,8 +88,8 @@ def named(path: str | Path) -> Source:
 
 
 def locate(path: str | Path) -> Path:
-    """A checkpoint folder from what a user wrote: the folder itself, or a run folder (its newest whole checkpoint).
+    """A checkpoint folder from what a user wrote: the folder itself, or a run folder (its newest complete checkpoint).
 
-    Raises UserError if there is none or if the named one is damaged; says on stderr what was passed over.
+    Raises UserError if there is none or if the named one is damaged; reports skipped ones on stderr.
     """
     return named(path).intact()

@@ -1,4 +1,4 @@
-"""Whether a checkpoint may be used: its files are those of its manifest, and all that a run needs is among them."""
+"""Whether a checkpoint may be used: its files match its manifest, and everything that a run needs is among them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _NEEDED = (STATE, CONFIG, manifest.INDEX, "common.pt", "metadata.json")
 
 
 def damage(folder: Path, part: int = 0, parts: int = 1) -> manifest.Damage | None:
-    """Why this checkpoint may not be used, as words that follow "because"; None if it is complete and whole.
+    """Why this checkpoint may not be used, as words that follow "because"; None if it is complete and intact.
 
-    Ranks divide the reading among them by `part`; each finds other damage.
+    Ranks divide the reading by `part`; each finds different damage.
     """
     if (lost := lost_link(folder)) is not None:
         return lost
@@ -34,8 +34,8 @@ def damage(folder: Path, part: int = 0, parts: int = 1) -> manifest.Damage | Non
 
 
 def lost_link(folder: Path) -> manifest.Forbidden | None:
-    """A checkpoint that was moved to where it cannot be seen now: on a disk that is not mounted, it may be whole."""
+    """A checkpoint that is a broken link: on a disk that is not mounted, it may be intact."""
     if not folder.is_symlink() or folder.exists():
         return None
-    where = f"it is a link to {folder.readlink()}, which is not there"
-    return manifest.Forbidden(f"{where}; bring that back, or remove the link to go on without it")
+    where = f"it is a link to {folder.readlink()}, which does not exist"
+    return manifest.Forbidden(f"{where}; restore the target, or remove the link to continue without it")

@@ -1,11 +1,11 @@
 """The folder of a run's checkpoints: names, atomic publication, retention.
 
-checkpoints/step_00001000/               complete by definition: it got this name by one rename after all ranks agreed
+checkpoints/step_00001000/               complete by definition: renamed to this name after all ranks agreed
 checkpoints/.step_00002000.1f03.tmp/     being written, or left by a run that was killed while saving
 checkpoints/.step_00000500.77ac.old/     being deleted
 
-A checkpoint may be a link, as is left by someone who moved it to another disk: it is used like any other, and where it
-is to be deleted only the link goes.
+A checkpoint may be a link, for example after it was moved to another disk: it is used like any other, and deleting it
+removes only the link.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def final(root: Path, step: int) -> Path:
 
 
 def _aside(path: Path, end: str) -> Path:
-    """A hidden name that nobody had before: writers of a killed run may still know the one that they had."""
+    """A new hidden name: writers of a killed run may still use their old one."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.{end}")
 
 
@@ -40,7 +40,7 @@ def published(root: Path) -> dict[int, Path]:
 def create(root: Path, step: int) -> Path:
     """An empty folder to write into."""
     path = _aside(final(root, step), "tmp")
-    root.mkdir(exist_ok=True)  # not its parent: a run folder that was removed shall not come back without its lock
+    root.mkdir(exist_ok=True)  # not its parent: a removed run folder must not reappear without its lock
     path.mkdir()
     return path
 
@@ -48,14 +48,14 @@ def create(root: Path, step: int) -> Path:
 def publish(path: Path, root: Path, step: int, known: manifest.Files | None = None) -> Path:
     """Seal what was written to `path` for `step` and give it its final name.  One rank calls this after all are done.
 
-    `known`: what the writers know of their files; the others are read for their checksums.
+    `known`: size and checksum of the writers' files; the others are read for their checksums.
     """
     target = final(root, step)
     manifest.seal(path, known)
     grave = None
     if target.is_symlink():
         target.unlink()
-    elif target.exists():  # a damaged checkpoint that the resumed run skipped and has now passed again
+    elif target.exists():  # a damaged checkpoint that the resumed run skipped and has now reached again
         grave = target.rename(_aside(target, "old"))
     path.rename(target)
     files.sync(root)
@@ -65,12 +65,12 @@ def publish(path: Path, root: Path, step: int, known: manifest.Files | None = No
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint, or the link to it; a kill half-way leaves nothing under a published name."""
+    """Delete a checkpoint, or the link to it; a kill half-way leaves nothing under its published name."""
     _delete(path if path.is_symlink() else path.rename(_aside(path, "old")))
 
 
 def discard(path: Path) -> None:
-    """Delete what a save that failed has written, as far as that is possible."""
+    """Delete what a failed save has written, as far as possible."""
     shutil.rmtree(path, ignore_errors=True)
 
 
@@ -82,10 +82,10 @@ def _delete(path: Path) -> None:
 
 
 def sweep(root: Path) -> list[Path]:
-    """Delete what killed runs have left behind; returns it.  Only the owner of the run folder may call this."""
+    """Delete and return what killed runs left behind.  Only the owner of the run folder may call this."""
     left = [p for p in root.iterdir() if p.name.startswith(".step_")] if root.is_dir() else []
     for path in left:
-        # under a name of its own: a writer that has outlived its run would make new files in it
+        # under a new name: a writer that has outlived its run would create new files in it
         _delete(path if path.is_symlink() else path.rename(path.with_name(f".step_{secrets.token_hex(4)}.old")))
     return left
 
@@ -100,7 +100,7 @@ def retain(root: Path, intact: int, keep_last: int, keep_every: int) -> list[int
     """Delete what `expired` names; returns the steps that are gone.
 
     `intact` is a step whose checkpoint has just been found intact, and stays.  Newer ones are neither counted nor
-    touched: the run has passed over them as damaged, and they must not push out what it lives on.
+    touched: the run has skipped them as damaged, and they must not displace the ones it relies on.
     """
     all_steps = {step: path for step, path in published(root).items() if step <= intact}
     gone = expired(list(all_steps), max(1, keep_last), keep_every)

@@ -1,4 +1,4 @@
-"""What `megaponder inspect` says of a checkpoint; reads no tensor data except to check it."""
+"""What `megaponder inspect` says about a checkpoint; reads tensor data only to verify it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _PARTS = (
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A checkpoint as it lies on disk."""
+    """A checkpoint on disk."""
 
     path: Path
     step: int
     sequences: int
     tokens: int
     layout: dict[str, int]
-    """Sizes of the layout that saved it: tensor, pipeline, data.  It loads at any other."""
+    """Sizes of the layout that saved it: tensor, pipeline, data.  It loads in any other."""
     model: str
     """The model in a few words."""
     method: str
@@ -43,7 +43,7 @@ class CheckpointInfo:
     bytes: int
     """Size of all files; 0 if there is no manifest."""
     damage: str | None
-    """Why it cannot be used; None if it is complete and whole."""
+    """Why it cannot be used; None if it is complete and intact."""
 
     @property
     def total(self) -> int:

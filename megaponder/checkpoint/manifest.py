@@ -1,7 +1,7 @@
 """Names, sizes and checksums of a checkpoint's files: what "complete" means, and how damage is found.
 
-Every process that writes data takes the checksums of its files itself, so that they cost the training loop nothing; the
-publisher puts them together and adds the small files.
+Every process that writes data computes the checksums of its own files, so they cost the training loop nothing; the
+publisher collects them and adds the small files.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def describe(folder: Path, names: Iterable[str]) -> Files:
 
 
 def seal(folder: Path, known: Files | None = None) -> None:
-    """Write the manifest: what the writers know of their files, and all others, which are brought to the disk."""
+    """Write the manifest: the files whose writers know size and checksum, and all others, which are fsynced."""
     found = dict(known or {})
-    # other names with a dot in front are no part of it: left by writers, or by NFS in place of an open file
+    # other hidden files are not part of it: left by writers, or by NFS in place of an open file
     own = {p.name for p in folder.iterdir() if p.name == INDEX or not p.name.startswith(".")} - found.keys()
     found |= describe(folder, own - {MANIFEST})
     for name in own - {MANIFEST}:
@@ -52,17 +52,17 @@ class Damage(str):
 
 
 class Forbidden(Damage):
-    """A reason that says nothing about the checkpoint, which may be whole: it may not be read, or is not there now."""
+    """A reason that says nothing about the checkpoint, which may be intact: it cannot be read, or is not there now."""
 
     @classmethod
     def by(cls, error: PermissionError) -> Forbidden:
         """With the name of the file."""
-        what = f"{error.filename} may not be read (permission denied)"
+        what = f"{error.filename} cannot be read (permission denied)"
         return cls(f"{what}; change its mode or owner, or move it away")
 
 
 def damage(folder: Path, part: int = 0, parts: int = 1) -> Damage | None:
-    """Why this checkpoint may not be used; None if it is complete and whole.
+    """Why this checkpoint may not be used; None if it is complete and intact.
 
     Sizes of all files are compared; checksums only of this part's share of the bytes, so that ranks can divide the
     reading among them.
@@ -86,7 +86,7 @@ def outline(folder: Path) -> Damage | None:
 
 
 def missing(folder: Path, files: Files) -> Damage | None:
-    """The first file that is not there with its size."""
+    """The first file that is missing or has the wrong size."""
     for name, want in files.items():
         path = folder / name
         if not path.is_file():
@@ -97,12 +97,12 @@ def missing(folder: Path, files: Files) -> Damage | None:
 
 
 def changed(folder: Path, name: str, want: dict[str, int], fresh: bool = False) -> Damage | None:
-    """Damage of one file, whose bytes are read; `fresh`: from the disk, not from this machine's memory of it."""
+    """Damage of one file, whose bytes are read; `fresh`: from the disk, not from this machine's cache."""
     if (reason := missing(folder, {name: want})) is not None:
         return reason
     try:
         if checksum(folder / name, fresh) != want["crc32"]:
-            return Damage.of(name, "has changed since it was written (its CRC-32 differs)")
+            return Damage.of(name, "changed after it was written (its CRC-32 differs)")
     except PermissionError as error:
         return Forbidden.by(error)
     except OSError as error:
@@ -116,7 +116,7 @@ def size(folder: Path) -> int:
 
 
 def digest(folder: Path) -> str | None:
-    """What tells a manifest from another one; None if there is none to read."""
+    """A digest that identifies a manifest; None if there is none to read."""
     path = folder / MANIFEST
     try:
         return hashlib.sha256(read_bounded(path, LARGEST)).hexdigest() if path.is_file() else None
@@ -127,7 +127,7 @@ def digest(folder: Path) -> str | None:
 def listed(folder: Path) -> Files:
     """Size and checksum of the manifest's files by name; ValueError if it lists anything but files of its folder."""
     if not (folder / MANIFEST).is_file() and (folder / MANIFEST).exists():
-        raise ValueError("it is no file")  # a pipe would make us wait
+        raise ValueError("it is not a regular file")  # reading a pipe would block
     found = json.loads(read_bounded(folder / MANIFEST, LARGEST))
     files = found.get("files") if isinstance(found, dict) else None
     if not isinstance(files, dict) or not files:
@@ -141,6 +141,6 @@ def listed(folder: Path) -> Files:
 
 
 def _share(files: Files, part: int, parts: int) -> list[str]:
-    """The files of one part, by size so that every part reads about as many bytes."""
+    """The files of one part, balanced so that every part reads about the same number of bytes."""
     order = sorted(files, key=lambda name: (-files[name]["bytes"], name))
     return order[part::parts]

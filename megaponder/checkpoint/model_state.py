@@ -1,4 +1,4 @@
-"""The model's part of a checkpoint: every parameter under its own name, whole and independent of the layout."""
+"""The model's part of a checkpoint: every parameter under its own name, unsharded and independent of the layout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.core.transformer.module import MegatronModule
 
 
 def metadata() -> dict[str, Any]:
-    """What megatron-core's sharded state dicts must be told.
+    """Metadata for megatron-core's sharded state dicts.
 
     fully_reshardable is the one optimizer format that survives a change of layout (the default is broken in 0.16.1);
     non_homogeneous_layers gives each layer its own entries instead of one stacked tensor.

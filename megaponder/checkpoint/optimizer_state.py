@@ -1,4 +1,4 @@
-"""Optimizer state in one form, whatever optimizer holds it: tensors shaped like their parameters, under their names.
+"""Optimizer state in one form for every optimizer: tensors shaped like their parameters, under their names.
 
     optimizer.state.exp_avg.<parameter>      optimizer.state.exp_avg_sq.<parameter>
     optimizer.state.param.<parameter>        FP32 master weights, only where the parameter itself is not FP32
@@ -27,7 +27,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers that a chain consists of, without the empty ones."""
+    """The optimizers of a chain, without empty ones."""
     chain = getattr(optimizer, "chained_optimizers", [optimizer])
     return [o for o in chain if not getattr(o, "is_stub_optimizer", False)]
 

@@ -1,7 +1,7 @@
-"""What lies in a checkpoint, read without a model, a process group or megatron-core.
+"""The contents of a checkpoint, read without a model, a process group or megatron-core.
 
-`.metadata`, the index of its tensors, is a pickle by PyTorch's format; whoever unpickles it freely runs what its author
-wanted.  `index` builds the few classes that such an index is made of, and nothing else.
+`.metadata`, the index of its tensors, is a pickle in PyTorch's format; unpickling it freely would run whatever its
+author wanted.  `index` builds the few classes that such an index consists of, and nothing else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megaponder.errors import UserError, first_line, is_lost_connection
 from megaponder.files import read_bounded
 
 BESIDES = ("optimizer.", "fp8.", "random.")
-"""First parts of names that are no parameter's."""
+"""Prefixes of names that are not parameters."""
 
 # Norms are stored under the names that they have inside Transformer Engine's fused layers.
 _NORMS = {
@@ -35,7 +35,7 @@ _NORMS = {
 
 
 LARGEST = 1 << 30
-"""Bytes of an index: some hundred for each part of a tensor that a rank has written."""
+"""Maximum bytes of an index: it has about a hundred for each shard that a rank has written."""
 _CLASSES = {
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
@@ -56,7 +56,7 @@ class _Unpickler(pickle.Unpickler):
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if dtype or name in _CLASSES.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        raise pickle.UnpicklingError(f"it requires {module}.{name}")
 
 
 def index(path: Path) -> Metadata:
@@ -67,7 +67,7 @@ def index(path: Path) -> Metadata:
         objects = [n for n, m in found.state_dict_metadata.items() if not isinstance(m, TensorStorageMetadata)]
     except OSError as error:
         raise ValueError(f"{INDEX} cannot be read ({error.strerror})") from None
-    except Exception as error:  # whatever harmed bytes bring about
+    except Exception as error:  # whatever corrupted bytes cause
         raise ValueError(f"{INDEX} is not an index of tensors ({error})") from None
     for name in sorted(map(str, shards)):
         if Path(name).name != name:
@@ -77,20 +77,20 @@ def index(path: Path) -> Metadata:
     if objects:
         raise ValueError(f"{objects[0]} is a pickled object, not a tensor")
     try:
-        # lists that many tensors share would take the square of the file's size to go through
+        # lists shared by many tensors would take time quadratic in the file's size
         lists = {id(m.chunks) for m in found.state_dict_metadata.values()}
         if len(lists) < len(found.state_dict_metadata):
-            raise ValueError("several of its tensors have one list of parts")
+            raise ValueError("several of its tensors share one list of parts")
         holes = [n for n, m in found.state_dict_metadata.items() if not _covered(n, m, found)]
     except Exception as error:
         raise ValueError(f"{INDEX} is not an index of tensors ({error})") from None
     if holes:
-        raise ValueError(f"its {INDEX} does not say where all of {holes[0]} is")
+        raise ValueError(f"its {INDEX} does not cover all of {holes[0]}")
     return found
 
 
 def _covered(name: str, tensor: TensorStorageMetadata, index: Metadata) -> bool:
-    """Whether chunks of files make up the whole tensor; what they leave out would be read as whatever memory holds."""
+    """Whether chunks cover the complete tensor; anything missing would be read as uninitialised memory."""
     if not isinstance(tensor.size, torch.Size) or tensor.properties.dtype.is_complex:
         return False
     chunks = {chunk.offsets: chunk.sizes for chunk in tensor.chunks}
@@ -104,7 +104,7 @@ def _covered(name: str, tensor: TensorStorageMetadata, index: Metadata) -> bool:
 
 
 def unlisted(path: Path, listed: Files) -> str | None:
-    """What the index names and `listed` does not have: a file, or the end of one; ValueError as `index`."""
+    """What the index refers to and `listed` lacks: a file, or the end of one; ValueError as `index`."""
     ends: dict[str, int] = {}
     for info in index(path).storage_data.values():
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
@@ -118,7 +118,7 @@ def unlisted(path: Path, listed: Files) -> str | None:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """One sentence for whatever PyTorch and megatron-core make of files that are not what they should be."""
+    """One sentence for whatever PyTorch and megatron-core raise for malformed files."""
     try:
         yield
     except (torch.OutOfMemoryError, UserError):
@@ -128,8 +128,8 @@ def reading(path: Path) -> Iterator[None]:
             raise
         first = first_line(error).partition(". ")[0].rstrip(".")
         raise UserError(
-            f"Checkpoint {path} cannot be loaded ({type(error).__name__}: {first}), although its files fit its "
-            "manifest; they were changed with it, or another version wrote them: take an earlier checkpoint or a copy."
+            f"Checkpoint {path} cannot be loaded ({type(error).__name__}: {first}), although its files match its "
+            "manifest; both were changed, or another version wrote them: use an earlier checkpoint or a copy."
         ) from error
 
 
@@ -153,7 +153,7 @@ def shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def parameters(path: Path) -> dict[str, TensorStorageMetadata]:
-    """Shape and dtype of the model's parameters: whole tensors, whatever layout saved them."""
+    """Shape and dtype of the model's parameters: full tensors, whatever layout saved them."""
     return {name: m for name, m in tensors(path).items() if not name.startswith(BESIDES)}
 
 
@@ -165,7 +165,7 @@ def module_name(name: str) -> str:
 
 
 def read(path: Path, names: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
-    """Whole tensors on the CPU."""
+    """Full tensors on the CPU."""
     state = {name: torch.empty(m.size, dtype=m.properties.dtype) for name, m in names.items()}
     with reading(path), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "assuming the intent is to load in a single process": it is

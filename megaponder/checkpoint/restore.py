@@ -1,4 +1,4 @@
-"""Bringing a checkpoint into a running model: all of it (resume) or only the weights (a new start)."""
+"""Loading a checkpoint into a running model: everything (resume) or only the weights (a new run)."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from megaponder.ranks import gather, on_first_rank
 
 log = logging.getLogger(__name__)
 METHOD = "method_"
-"""How the names of a method's own parameters begin (method_modules, method_entry, method_layers); a weights-only start
-may lack or leave them."""
+"""Prefix of a method's own parameters (method_modules, method_entry, method_layers); a weights-only start may lack or
+leave them."""
 Shapes = dict[str, tuple[int, ...]]
 
 
 class OtherModelError(UserError):
-    """A checkpoint whose tensors are not those of the model."""
+    """A checkpoint whose tensors do not match the model's."""
 
     def __init__(self, path: Path, difference: str):
-        why = "it was saved from another kind of model, or with other options of its method"
+        why = "it was saved from a different model, or with other options of its method"
         super().__init__(f"Checkpoint {path} cannot be used: {difference}; {why}.")
         self.difference = difference
 
@@ -44,9 +44,9 @@ def resume(path: Path, stage: MegatronModule, optimizer: MegatronOptimizer) -> T
     _refuse_absent(path, model, names)
     _refuse_other_shapes(path, model, names)
     if left := _not_wanted(model, names):
-        raise OtherModelError(path, f"this model has no place for its {_some(left)}")
+        raise OtherModelError(path, f"this model has no parameter for its {_some(left)}")
     if contents.masters and not optimizer_state.has_masters(stage.parameters()):
-        # the run that saved was BF16 and this one is FP32: its masters are the better weights
+        # the saving run was BF16 and this one is FP32: its master weights are more precise
         _rename(model, lambda key: f"{optimizer_state.PREFIX}param.{key}", names)
     _load_model(path, stage, model)
     model = sharded_state(stage)
@@ -76,7 +76,7 @@ def load(path: Path, stage: MegatronModule, optimizer: MegatronOptimizer | None 
     _refuse_other_shapes(path, model, names)
     left = _not_wanted(model, names)
     if hard := [k for k in left if not k.startswith(METHOD)]:
-        raise OtherModelError(path, f"this model has no place for its {_some(hard)}")
+        raise OtherModelError(path, f"this model has no parameter for its {_some(hard)}")
     _load_model(path, stage, {k: v for k, v in model.items() if getattr(v, "key", k) not in lacking})
     if optimizer is not None:
         optimizer.reload_model_params()
@@ -98,7 +98,7 @@ def _load_model(path: Path, stage: MegatronModule, model: dict[str, Any]) -> Non
 
 
 def _scales(fp8: scales.Scales | None, names: Shapes) -> dict[str, ShardedTensor]:
-    """All of FP8's scales, or none where the run that saved had other ones: the canary's runs then fill them."""
+    """All FP8 scales, or none if the saving run had different ones: the canary's runs then fill them."""
     if fp8 is None or not any(name.startswith(scales.PREFIX) for name in names):
         return {}
     fp8.allocate()
@@ -110,9 +110,9 @@ def _scales(fp8: scales.Scales | None, names: Shapes) -> dict[str, ShardedTensor
 
 
 def _stored(path: Path) -> Shapes:
-    """Names and shapes of all that the checkpoint holds, read by one rank.
+    """Names and shapes of everything in the checkpoint, read by one rank.
 
-    megatron-core, which unpickles the index freely, comes after it.
+    This must run before megatron-core, which unpickles the index without restrictions.
     """
     return on_first_rank(lambda: reader.shapes(path))
 
@@ -130,7 +130,8 @@ def _of_all_ranks(mine: list[str]) -> list[str]:
 
 
 def _refuse_absent(path: Path, wanted: dict[str, Any], names: Shapes, may_lack: str = "") -> list[str]:
-    """UserError on all ranks if the checkpoint lacks a tensor that any rank wants; returns what may be lacking."""
+    """UserError on all ranks if the checkpoint lacks a tensor that any rank needs; returns those that may be
+    missing."""
     absent = _of_all_ranks([k for k in _keys(wanted) if k not in names])
     if hard := [k for k in absent if not (may_lack and k.startswith(may_lack))]:
         raise OtherModelError(path, f"it has no {_some(hard)}")
@@ -138,7 +139,8 @@ def _refuse_absent(path: Path, wanted: dict[str, Any], names: Shapes, may_lack: 
 
 
 def _refuse_other_shapes(path: Path, wanted: dict[str, Any], names: Shapes) -> None:
-    """UserError on all ranks if a tensor of the checkpoint has another shape; padding of the vocabulary may differ."""
+    """UserError on all ranks if a tensor of the checkpoint has a different shape; padding of the vocabulary may
+    differ."""
     other = _of_all_ranks(
         [
             f"{s.key} with shape {list(names[s.key])} where this model has {list(s.global_shape)}"
@@ -152,7 +154,7 @@ def _refuse_other_shapes(path: Path, wanted: dict[str, Any], names: Shapes) -> N
 
 
 def _not_wanted(wanted: dict[str, Any], names: Shapes) -> list[str]:
-    """Parameters of the checkpoint that no rank has a place for."""
+    """Parameters of the checkpoint that no rank uses."""
     taken = set(_of_all_ranks(_keys(wanted)))
     return sorted(k for k in names if k not in taken and not k.startswith(reader.BESIDES))
 

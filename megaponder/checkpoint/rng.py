@@ -1,4 +1,5 @@
-"""Random states of every rank as byte tensors.  They belong to a layout: another one starts from the seed instead."""
+"""Random states of every rank as byte tensors.  They belong to a layout: a different one starts from the seed
+instead."""
 
 from __future__ import annotations
 

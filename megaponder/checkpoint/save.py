@@ -1,6 +1,6 @@
-"""Writing checkpoints: all ranks write under a hidden name and read each other's files again; then one publishes.
+"""Writing checkpoints: all ranks write under a hidden name and read back each other's files; then one publishes.
 
-Nothing waits for the reading but the publication, and what is deleted because of it.
+Only the publication, and the deletions that follow it, wait for this reading.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from megaponder.ranks import gather, largest
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 Published = Callable[[Path, float], None]
-"""Told, on every rank, of a whole checkpoint: its folder, and the seconds since its save began."""
+"""Called on every rank for a complete checkpoint, with its folder and the seconds since its save started."""
 
 
 def _failed(path: Path, reason: str) -> UserError:
     free = shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
     return UserError(
         f"The checkpoint could not be written to {path} ({reason.rstrip('.')}; {free / 1e9:.1f} GB are free there); "
-        "earlier ones, if any, are whole."
+        "earlier ones, if any, are intact."
     )
 
 
 @dataclass
 class _Pending:
-    """A save that has begun."""
+    """A save in progress."""
 
     path: Path
     state: TrainState
     started: float
     results: Results
     verification: Verification | None = None
-    """Begun when all ranks have written."""
+    """Started when all ranks have written."""
 
 
 class Saver:
@@ -74,10 +74,10 @@ class Saver:
     ):
         self.root, self.cfg, self.stage, self.optimizer = root, cfg, stage, optimizer
         self.options, self._data, self._published = cfg.checkpoint, data, published
-        self._calls = AsyncCallsQueue(persistent=False)  # a persistent writer asks for CUDA in its own process
+        self._calls = AsyncCallsQueue(persistent=False)  # a persistent writer requires CUDA in its own process
         self._strategy = get_default_save_sharded_strategy("torch_dist", 1)
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        if group.size() > 1:  # replicas share the writing instead of leaving it to the first of them
+        if group.size() > 1:  # replicas share the writing instead of leaving it to the first one
             self._strategy = FullyParallelSaveStrategyWrapper(self._strategy, group, do_cache_distribution=True)
         self._pending: _Pending | None = None
         self.newest = newest
@@ -102,7 +102,7 @@ class Saver:
             self.wait()
 
     def poll(self) -> None:
-        """Publish a pending checkpoint if all ranks have written it and read it again; called once a step."""
+        """Publish a pending checkpoint if all ranks have written it and read it back; called once per step."""
         if self._calls.get_num_unfinalized_calls():
             with self._in_a_sentence(self.root):
                 self._calls.maybe_finalize_async_calls(blocking=False)
@@ -173,7 +173,7 @@ class Saver:
         return box[0]
 
     def _given_up(self, path: Path, reason: str) -> UserError:
-        """The sentence for a save that failed; what it wrote goes, since it may have filled the disk."""
+        """The sentence for a failed save, whose files are deleted, since it may have filled the disk."""
         self._pending = None
         error = _failed(self.root, reason)
         if path != self.root and dist.get_rank() == 0:

@@ -1,7 +1,7 @@
 """The scales of FP8's delayed scaling in a checkpoint.
 
-Plain tensors by layer: they move with the layers to another layout, other precisions leave them aside, and nothing
-pickled by a version of Transformer Engine is in a checkpoint.
+Plain tensors by layer: they move with the layers to another layout, other precisions ignore them, and checkpoints
+contain nothing pickled by Transformer Engine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PREFIX = "fp8."
 
 
 class Scales(Protocol):
-    """What keeps them in a running model: `engine.fp8.Fp8`."""
+    """Their owner in a running model: `engine.fp8.Fp8`."""
 
     def allocate(self) -> None: ...
     def scales(self) -> dict[str, Tensor]: ...
@@ -25,7 +25,7 @@ class Scales(Protocol):
 
 
 def sharded_state(fp8: Scales | None) -> dict[str, ShardedTensor]:
-    """What there is of them: all ranks of a stage have the same."""
+    """The existing ones: all ranks of a stage have the same."""
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     dp_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     return {

@@ -1,4 +1,4 @@
-"""What a checkpoint's `state.json` says: where the run was, in numbers that do not depend on the layout."""
+"""The contents of a checkpoint's `state.json`: the run's position, in numbers that do not depend on the layout."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class TrainState:
     step: Count = 0
     """Steps done, skipped ones included."""
     sequences: Count = 0
-    """Sequences consumed by all ranks together: the data position, whatever the layout."""
+    """Sequences consumed by all ranks together: the data position, independent of the layout."""
     tokens: Count = 0
     """Tokens in these sequences."""
     skipped: Count = 0
-    """Steps without an update, because their numbers were bad."""
+    """Steps without an update, because their loss or gradient norm was bad."""
     losses: list[Finite] = field(default_factory=list)
-    """Of the last steps, for the test of spikes; empty where it is off."""
+    """Losses of the last steps, for spike detection; empty if that is off."""
     norms: list[Finite] = field(default_factory=list)
     """Gradient norms of the same steps."""
     needed_flops: Amount | None = 0.0
@@ -70,7 +70,7 @@ class Contents:
     layout: dict[str, Size] = field(default_factory=dict)
     """tensor, pipeline and data: the sizes of the run that saved (random states belong to them)."""
     optimizer: bool = True
-    """Moments are stored."""
+    """Optimizer state is stored."""
     data: dict[str, str | dict[str, str | int | None]] = field(default_factory=dict)
     """`data.identity.Identity` of each dataset that the run was trained on, as plain data; a string
     (`data.check.earlier_identity`), or nothing at all, in checkpoints of earlier versions."""
@@ -104,7 +104,7 @@ def load_state(folder: Path) -> tuple[TrainState, Contents]:
 
 
 def load_saved_config(folder: Path) -> RunConfig:
-    """The configuration of the run that saved a checkpoint, with defaults for fields that its version lacked.
+    """The configuration of the run that saved a checkpoint, with defaults for fields that did not exist yet.
 
     UserError, naming the file, if it is none.
     """
@@ -116,4 +116,6 @@ def load_saved_config(folder: Path) -> RunConfig:
 
 def _build(cls: type, values: dict[str, Any]) -> Any:
     known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
-    return pydantic.TypeAdapter(cls).validate_json(json.dumps(known), strict=True)  # strict with Python wants instances
+    return pydantic.TypeAdapter(cls).validate_json(
+        json.dumps(known), strict=True
+    )  # strict Python mode would require instances

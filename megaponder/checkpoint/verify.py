@@ -1,8 +1,8 @@
-"""Reading again what the writers of a checkpoint have written, before it gets its name and an older one goes.
+"""Reading back what the writers of a checkpoint have written, before it is published and an older one deleted.
 
-Every rank reads what another rank wrote, on another node where there are several, from the disk and not from the
-system's cache; the first rank also sees that all files are there which the index of tensors names.  It runs in a thread
-beside the training loop: reading and checksums hold no lock of the interpreter.
+Every rank reads what another rank wrote, on another node if there are several, from the disk and not from the system's
+cache; the first rank also checks that all files in the index of tensors exist.  It runs in a thread beside the training
+loop: reading and checksums release the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from megaponder.ranks import Said
 
 
 class Verification:
-    """This rank's share of the reading, begun at once.  `written`: what each rank knows of its own files."""
+    """This rank's share of the reading, started at once.  `written`: what each rank knows of its own files."""
 
     def __init__(self, path: Path, written: list[Said], rank: int):
         self.path, self.known = path, {name: want for s in written for name, want in s.value.items()}
         self.complaint: str | None = None
-        """What is wrong, once it is done; None if nothing is."""
+        """What is wrong, once done; None if nothing is."""
         own = written[(rank - _distance(written)) % len(written)].value
         self._thread = threading.Thread(target=self._run, args=(own, rank == 0), name="verify-checkpoint", daemon=True)
         self._thread.start()
 
     @property
     def done(self) -> bool:
-        """Whether all is read."""
+        """Whether everything has been read."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Until all is read."""
+        """Wait until everything has been read."""
         self._thread.join()
 
     def _run(self, own: manifest.Files, first: bool) -> None:
@@ -58,6 +58,6 @@ class Verification:
 
 
 def _distance(written: list[Said]) -> int:
-    """How many ranks lie between a writer and who reads its files: a node's, where there are several nodes."""
+    """Distance in ranks between a writer and the reader of its files: a node's ranks, if there are several nodes."""
     hosts = [s.host for s in written]
     return hosts.count(hosts[0]) if len(set(hosts)) > 1 else 1

@@ -1,4 +1,4 @@
-"""Whole weights of a checkpoint in one process, for converters, exporters and decoders."""
+"""Full weights of a checkpoint in one process, for converters, exporters and decoders."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from megaponder.ponder.settings import check_shape
 
 
 def read_config(folder: Path) -> RunConfig:
-    """The configuration of the run that saved; UserError if no run can have had it."""
+    """The configuration of the run that saved; UserError if it is not valid."""
     try:
         cfg = load_saved_config(folder)
         check_shape(cfg)
     except ConfigError as error:
-        raise UserError(f"Checkpoint {folder} has a configuration that no run can have had: {error}") from None
+        raise UserError(f"Checkpoint {folder} has an invalid configuration: {error}") from None
     return cfg
 
 
 def load_weights(path: str | Path) -> tuple[RunConfig, dict[str, Tensor]]:
-    """Config and full state dict (CPU, stored dtype) of a checkpoint saved at any layout; needs no launcher.
+    """Config and full state dict (CPU, stored dtype) of a checkpoint saved in any layout; needs no launcher.
 
-    `path` is a checkpoint, or a run folder, whose newest whole checkpoint is then taken.  Raises UserError when there
-    is none or when it is damaged.
+    `path` is a checkpoint, or a run folder, whose newest complete checkpoint is then taken.  Raises UserError when
+    there is none or when it is damaged.
     """
     return read_weights(locate(path))
 
@@ -38,7 +38,7 @@ def read_weights(folder: Path) -> tuple[RunConfig, dict[str, Tensor]]:
     cfg, parameters = read_config(folder), reader.parameters(folder)
     if (layers := cfg.model.num_layers or 0) > len(parameters):
         raise UserError(
-            f"Checkpoint {folder}: {CONFIG} has {layers:,} layers, and there are {len(parameters)} tensors."
+            f"Checkpoint {folder}: {CONFIG} has {layers:,} layers, but there are {len(parameters)} tensors."
         )
     weights = reader.read(folder, parameters)
     return cfg, {reader.module_name(name): tensor for name, tensor in weights.items()}

@@ -1,7 +1,8 @@
-"""Writing a rank's shards in forked processes, and what they tell the training process.
+"""Writing a rank's shards in forked processes, and what they report to the training process.
 
-megatron-core waits for ever for a writer that the kernel has killed (for memory), and its queue is a further process,
-which dies of the very SIGTERM that announces a preemption.  Here each process is joined, and leaves a file.
+megatron-core waits for ever for a writer that the kernel has killed (out of memory), and its queue is another process,
+which dies from the very SIGTERM that announces a preemption.  Here each process is joined and leaves its result in a
+file.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Results:
         self._item: Any = None
 
     def put(self, item: Any) -> None:
-        """Store the item; in the child, which ends with the error's number where the disk takes nothing more."""
+        """Store the item; called in the child, which exits with the error number if the disk is full."""
         if os.getpid() == self.parent:
             self._item = item
             return
@@ -64,7 +65,8 @@ class Results:
 
 
 def request(tensors: dict[str, Any], path: Path, strategy: Any) -> tuple[Any, Results]:
-    """megatron-core's request to save `tensors` into the folder `path`, with these writers; and what they will tell."""
+    """megatron-core's request to save `tensors` into the folder `path`, with these writers; and what they will
+    report."""
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -72,7 +74,7 @@ def request(tensors: dict[str, Any], path: Path, strategy: Any) -> tuple[Any, Re
     results = filesystem_async._results_queue = Results(path / f".results-{dist.get_rank()}")
     found = dist_checkpointing.save(tensors, str(path), strategy, async_sharded_save=True, content_metadata=None)
     assert found is not None
-    if found.async_fn is not None:  # megatron-core's writer: its transforms are all that is kept of it
+    if found.async_fn is not None:  # megatron-core's writer: only its transforms are used
         found = found._replace(async_fn=partial(write, found.async_fn.args[0]))
     return found, results
 
@@ -80,7 +82,7 @@ def request(tensors: dict[str, Any], path: Path, strategy: Any) -> tuple[Any, Re
 def write(transforms: list[Any], rank: int, buckets: list[Any], results: Results) -> None:
     """Write each bucket in a process of its own, then take the checksums of what was written."""
     if os.getpid() != results.parent:
-        gc.disable()  # it could free CUDA tensors of the trainer, which a forked child may not touch
+        gc.disable()  # it could free the trainer's CUDA tensors, which a forked child must not touch
     context = get_context("fork")
     boxes = [Results(results.path.with_name(f"{results.path.name}-{i}")) for i in range(len(buckets))]
     for i, (bucket, box) in enumerate(zip(buckets, boxes, strict=True)):
@@ -114,7 +116,7 @@ def _write(transforms: list[Any], index: int, bucket: Any, box: Results) -> None
 
 
 def explained(told: Any, path: str) -> Any:
-    """The error of a writer, naming its file.  PyTorch loses the system's reason; one more write finds it."""
+    """The error of a writer, naming its file.  PyTorch drops the system's reason; one more write recovers it."""
     if not isinstance(told, Exception):
         return told
     if not isinstance(told, OSError):
@@ -136,7 +138,7 @@ def _words(error: Exception, path: str) -> str:
 
 
 def _end(process: BaseProcess | None, path: Path) -> str:
-    """How a child has ended that left nothing."""
+    """How a child that left no result has ended."""
     code = process.exitcode if process is not None else None
     if code is not None and code < 0:
         name = signal.Signals(-code).name
@@ -154,7 +156,7 @@ def one_sentence(path: Path, said: Callable[[str], Exception]) -> Iterator[None]
         yield
     except CheckpointException as error:
         reasons = dict.fromkeys(str(e).removeprefix("Worker failure: ").rstrip(".") for e, _ in error.failures.values())
-        raise said("; ".join(reasons) or "another rank says why") from error
+        raise said("; ".join(reasons) or "another rank gives the reason") from error
     except (OSError, RuntimeError) as error:  # the small files, which the first rank writes
         if isinstance(error, RuntimeError) and "inline_container" not in str(error):
             raise

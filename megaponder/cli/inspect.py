@@ -10,14 +10,14 @@ from megaponder.cli.parser import Commands, add_plugin
 from megaponder.data.blend import prefix_of
 from megaponder.errors import UserError
 
-SUMMARY = "say what a checkpoint, a run or a dataset holds, and whether it is whole"
+SUMMARY = "show what a checkpoint, a run or a dataset contains, and whether it is intact"
 
 UNWRITTEN = "; a file that was not copied to its end has such parts"
 EPILOG = """\
 examples
   megaponder inspect data/pile                              a dataset: path without .bin/.idx
   megaponder inspect data/pile data/c4 --audit              read all of them: checksums, duplicates, shares
-  megaponder inspect runs/first                             the newest whole checkpoint of a run
+  megaponder inspect runs/first                             the newest complete checkpoint of a run
   megaponder inspect runs/first/checkpoints/step_00001000 --tensors
   megaponder inspect runs/ada --depth "The capital of France is" --figure depth.png
 
@@ -159,7 +159,7 @@ def _checkpoint(path: Path, tensors: bool) -> int:
     m = cfg.model
     count = sum(count_parameters(found, m.vocab_size).values())
     options = ", ".join(f"{k} {v}" for k, v in cfg.ponder.options.items())
-    print(f"checkpoint {folder} (whole, {manifest.size(folder) / 1e6:,.1f} MB)")
+    print(f"checkpoint {folder} (complete, {manifest.size(folder) / 1e6:,.1f} MB)")
     print(f"  step {state.step:,}, {state.sequences:,} sequences, {state.tokens:,} tokens")
     print(f"  {m.preset or m.family}: {m.num_layers} layers x {m.hidden_size}, vocabulary {m.vocab_size:,}")
     print(f"  method {cfg.ponder.method}" + (f" ({options})" if options else ""))

@@ -165,7 +165,7 @@ def claim(folder: Path) -> None:
 
 
 def reached(run: Path, step: int, cfg: RunConfig) -> bool:
-    """Whether a run has logged `step` and has a whole checkpoint to come back to."""
+    """Whether a run has logged `step` and has a complete checkpoint to resume from."""
     if not (run / "checkpoints" / f"step_{cfg.checkpoint.every:08}").is_dir():
         return False
     return any(row["step"] >= step for row in jsonl.read(run / jsonl.NAME))

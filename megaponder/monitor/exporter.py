@@ -53,7 +53,7 @@ class Exporter:
         self.samples.count("skipped_steps", reason)
 
     def saved(self, size: int, seconds: float) -> None:
-        """A checkpoint is whole."""
+        """A checkpoint is complete."""
         s = self.samples
         s.set("checkpoint_bytes", size)
         s.set("checkpoint_duration_seconds", seconds)

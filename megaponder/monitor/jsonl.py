@@ -135,7 +135,7 @@ class JsonLines:
             self._file.write(json.dumps(row.flat()) + "\n")
         except OSError as error:
             why = error.strerror or error
-            raise UserError(f"{self._path} could not be written to ({why}); checkpoints are whole.") from error
+            raise UserError(f"{self._path} could not be written to ({why}); checkpoints are intact.") from error
 
     def close(self) -> None:
         """Close the file; what could not be written was told by `write`."""

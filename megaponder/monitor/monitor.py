@@ -104,7 +104,7 @@ class Monitor:
             self._exporter.skipped(reason)
 
     def saved(self, path: Path, seconds: float) -> None:
-        """The checkpoint `path` is whole, `seconds` after its save began."""
+        """The checkpoint `path` is complete, `seconds` after its save started."""
         if self._exporter is None and not self.logs:
             return  # on thousands of ranks nobody asks
         size = manifest.size(path)

@@ -149,9 +149,9 @@ METRICS: tuple[Metric, ...] = (
     # checkpoints
     Metric("checkpoint_bytes", "checkpoint/bytes", "checkpoint_bytes", "gauge", "bytes",
            "Size of the newest checkpoint."),
-    Metric("", "", "checkpoint_duration_seconds", "gauge", "s", "From the start of the save to the whole checkpoint."),
+    Metric("", "", "checkpoint_duration_seconds", "gauge", "s", "From start to completion of the save."),
     Metric("", "", "checkpoint_last_success_timestamp_seconds", "gauge", "s",
-           "When the newest checkpoint of this process was whole (Unix time)."),
+           "When the newest checkpoint of this process was complete (Unix time)."),
     Metric("", "", "checkpoint_interval_steps", "gauge", "steps", "checkpoint.every; absent where it is 0."),
     # the process and its device
     Metric("", "", "last_step_timestamp_seconds", "gauge", "s", "When the last step ended (Unix time)."),

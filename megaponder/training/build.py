@@ -82,7 +82,7 @@ class Run:
 
 
 def build(cfg: RunConfig, groups: Groups, stack: ExitStack) -> Run:
-    """All parts, loaded from the newest whole checkpoint if there is one; `stack` ends what has to be ended.
+    """All parts, loaded from the newest complete checkpoint if there is one; `stack` ends what has to be ended.
 
     All ranks call this.  UserError for what `resume` refuses, for data that cannot be read and for a folder in use.
     """

@@ -24,7 +24,7 @@ def train(cfg: RunConfig) -> int:
 
     Returns 0 when the budget is spent, or after saving the exit code of what asked to stop (`training.stop`).  Raises
     UserError for the user's mistakes, for a loss that is not finite and for a disk that is full, and LostRank when
-    another rank is gone; whole checkpoints stay as they are.
+    another rank is gone; existing checkpoints are not touched.
     """
     warnings.filterwarnings("ignore", module=r"megatron\.core")  # deprecations of its own, and libraries it misses
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # its collectives

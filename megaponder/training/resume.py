@@ -1,4 +1,4 @@
-"""Where a run starts: at its newest whole checkpoint, at given weights, or at the beginning."""
+"""Where a run starts: at its newest complete checkpoint, at given weights, or at the beginning."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def resume(
         return _continue(cfg, choice, stage, optimizer, data, say)
     if choice.skipped:
         raise UserError(
-            f"No checkpoint in {root} is whole: {' '.join(choice.sentences())} Restore one from a copy, or move them "
-            "away to start anew."
+            f"No checkpoint in {root} is intact: {' '.join(choice.sentences())} Restore one from a copy, or move them "
+            "away to start from scratch."
         )
     if cfg.checkpoint.resume == "must":
         raise ConfigError("checkpoint.resume", "must", f"{root} holds no checkpoint to continue from", "use auto")

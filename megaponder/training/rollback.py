@@ -13,7 +13,8 @@ from megaponder.training.step import whole_parameters
 
 
 def roll_back(run: Run) -> None:
-    """Go on from the newest whole checkpoint: none is written while steps are skipped, so it precedes the bad ones.
+    """Continue from the newest complete checkpoint: none is written while steps are skipped, so it precedes the bad
+    ones.
 
     UserError if there is none, or if the run has gone back to it too often.  All ranks call this.
     """
@@ -24,7 +25,7 @@ def roll_back(run: Run) -> None:
     if choice.path is None:
         raise UserError(
             f"Steps {faults.streak[0]} to {faults.streak[-1]} were skipped in a row (faults.rollback_after), and "
-            f"{root} holds no whole checkpoint to go back to; choose a smaller checkpoint.every."
+            f"{root} contains no complete checkpoint to go back to; set a smaller checkpoint.every."
         )
     path = choice.path
     faults.rolled_back(on_first_rank(lambda: load_state(path)[0].step))

@@ -71,6 +71,6 @@ def test_lists_that_tensors_share(copy: Path) -> None:
     found.state_dict_metadata = {f"{name}{i}": tensor for i in range(20_000)}
     (copy / ".metadata").write_bytes(pickle.dumps(found))
     began = time.monotonic()
-    with pytest.raises(ValueError, match="several of its tensors have one list of parts"):
+    with pytest.raises(ValueError, match="several of its tensors share one list of parts"):
         reader.index(copy)
     assert places.relative_path and time.monotonic() - began < 10
