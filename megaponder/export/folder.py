@@ -85,7 +85,7 @@ def _lives(owner: str, since: float) -> bool:
     host, _, pid = owner.rpartition("-")
     if host != socket.gethostname() or not pid.isdecimal():
         return bool(host) and time.time() - since < _DAY
-    try:  # a process id alone may have come back as another program
+    try:  # the process id may have been reused by another program
         return psutil.Process(int(pid)).create_time() <= since
     except psutil.Error:
         return False

@@ -1,4 +1,4 @@
-"""The run's data in order: the next batch of a position, without the sequences that rollbacks have left out."""
+"""The run's data in order: the next batch from a position, without the sequences that rollbacks have skipped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megaponder.training.fault_record import FaultRecord, past
 
 
 class Batches:
-    """Training batches by position, and the held-out stream.  Equal on all ranks but for the rank's own share."""
+    """Training batches by position, and the held-out stream.  Equal on all ranks except for the rank's own share."""
 
     def __init__(
         self,
@@ -31,11 +31,11 @@ class Batches:
         self.restart(state)
 
     def restart(self, state: TrainState) -> None:
-        """Open the data for the steps from `state` on; called again after a rollback, which may leave out sequences."""
+        """Open the data for the steps after `state`; called again after a rollback, which may skip sequences."""
         cfg, total = self._cfg, self._total
         self._left_out = self._record.left_out()
         needed = sequences_after(cfg, max(0, total - state.step), state.sequences)
-        # a batch that would touch a window begins behind it
+        # a batch that would overlap a window starts after it
         needed += sum(
             end - first + cfg.train.global_batch - 1 for first, end in self._left_out if end > state.sequences
         )
@@ -44,11 +44,11 @@ class Batches:
         self.valid: SampleStream | None = streams.valid
 
     def size(self, state: TrainState) -> int:
-        """Sequences in the global batch of the coming step."""
+        """Sequences in the global batch of the next step."""
         return batch_at(self._cfg, state.sequences)
 
     def skip_left_out(self, state: TrainState) -> TrainState:
-        """The position at which the coming batch begins."""
+        """The position at which the next batch starts."""
         return replace(state, sequences=past(self._left_out, state.sequences, self.size(state)))
 
     def source(self, first: int, end: int) -> str:
@@ -56,6 +56,6 @@ class Batches:
         return self._train.source(first, end)
 
     def fetch(self, state: TrainState) -> Future[list[MicroBatch]]:
-        """This rank's micro-batches of the coming step, being read."""
+        """This rank's micro-batches of the next step, being read."""
         g = self._groups
         return self._train.fetch(state.sequences, self.size(state), self._cfg.train.micro_batch, g.dp_rank, g.dp_size)

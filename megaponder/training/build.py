@@ -1,4 +1,4 @@
-"""`build`: from a configuration to the parts of a run, at the position from which it goes on."""
+"""`build`: from a configuration to the parts of a run, at the position where it continues."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Run:
     """Training data in order, and the held-out data."""
 
     clock: PhaseClock
-    """What this rank is doing."""
+    """The current activity of this rank."""
     stop: StopFlag
     """Requests to stop, agreed by all ranks."""
     canary: Canary
@@ -82,9 +82,10 @@ class Run:
 
 
 def build(cfg: RunConfig, groups: Groups, stack: ExitStack) -> Run:
-    """All parts, loaded from the newest complete checkpoint if there is one; `stack` ends what has to be ended.
+    """All parts, loaded from the newest complete checkpoint if there is one; `stack` cleans up at the end.
 
-    All ranks call this.  UserError for what `resume` refuses, for data that cannot be read and for a folder in use.
+    All ranks call this.  UserError for anything that `resume` rejects, for data that cannot be read and for a folder in
+    use.
     """
     folder, total = Path(cfg.run), cfg.train.steps
     assert total is not None
@@ -120,15 +121,15 @@ def build(cfg: RunConfig, groups: Groups, stack: ExitStack) -> Run:
     monitor.say(implementations(built))
     if built is not cfg:
         monitor.say(
-            "Captured passes would not fit in this GPU's memory by the plan; cuda_graphs: true insists on them."
+            "By the plan, captured passes would not fit in this GPU's memory; cuda_graphs: true captures them anyway."
         )
     for path in (*unread(cfg.data.train), *unread(cfg.data.valid)):
         monitor.say(f"The dataset {path} has weight 0 and is not read.")
     if method_only(cfg, state.step + 1):
         last, name = cfg.train.method_only_steps, cfg.ponder.method
-        monitor.say(f"Up to step {last} only the parameters of {name} itself change, then all of them.")
+        monitor.say(f"Up to step {last} only the parameters of {name} itself are trained, then all of them.")
     if state.step >= total:
-        monitor.say(f"There is nothing to do: the budget of {total} steps is spent, and {state.step} are done.")
+        monitor.say(f"There is nothing to do: {state.step} steps are done, which is the whole budget of {total}.")
     profile.expect(total - state.step)
     canary = Canary(cfg, engine, monitor.say)
     return Run(

@@ -1,4 +1,4 @@
-"""Before the first step in FP8: does the first batch have the loss in FP8 that it has in BF16?"""
+"""Before the first FP8 step: is the first batch's loss in FP8 close to its loss in BF16?"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FILLS = 2
 
 
 class Canary:
-    """Checks once, before the first step of a start; nothing to do in other precisions.
+    """Checks once, before the first step after a start; does nothing in other precisions.
 
     Weights, data position and gradients stay as they are.
     """
@@ -25,23 +25,23 @@ class Canary:
         self._checked = False
 
     def check(self, batches: Sequence[MicroBatch]) -> None:
-        """UserError if both losses are further apart than precision.fp8_canary.
+        """UserError if the losses differ by more than precision.fp8_canary.
 
-        All ranks call this with the batch of the coming step.
+        All ranks call this with the batch of the next step.
         """
         self._checked = self._checked or check_fp8(self._cfg, self._engine, batches, self._say)
 
 
 def check_fp8(cfg: RunConfig, engine: Engine, batches: Sequence[MicroBatch], say: Callable[[str], None]) -> bool:
-    """UserError if both losses are further apart than precision.fp8_canary; nothing to do in other precisions.
+    """UserError if the losses differ by more than precision.fp8_canary; does nothing in other precisions.
 
-    Returns whether that is settled: False for a batch in which no target counts, and which thus has no loss.
-    All ranks call this with the batch of the coming step; weights, data position and gradients stay as they are.
+    Returns whether the check was made: False for a batch in which no target counts, which has no loss.
+    All ranks call this with the batch of the next step; weights, data position and gradients stay as they are.
     """
     fp8 = engine.stage.fp8
     if fp8 is None:
         return True
-    # a stage whose layers are all in BF16 lacks none, and has to help those that do
+    # a stage whose layers are all in BF16 lacks none, but must help those that do
     if largest(int(fp8.lacks_history), engine.groups.device):
         for _ in range(FILLS):
             engine.forward_backward(batches, 0, train=True)
@@ -56,7 +56,9 @@ def check_fp8(cfg: RunConfig, engine: Engine, batches: Sequence[MicroBatch], say
     exact = out.loss
     rough = engine.forward_backward(batches, 0, train=False).loss
     apart = abs(rough - exact) / abs(exact)
-    sentence = f"the first batch's loss is {rough:.5g} in FP8 and {exact:.5g} in BF16, {apart:.2g} apart"
+    sentence = (
+        f"the first batch's loss is {rough:.5g} in FP8 and {exact:.5g} in BF16, a relative difference of {apart:.2g}"
+    )
     if not apart <= bound:  # neither is NaN
         raise UserError(
             f"precision.fp8 = {cfg.precision.fp8!r}: {sentence}, and precision.fp8_canary allows {bound}; keep the "

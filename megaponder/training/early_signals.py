@@ -1,7 +1,7 @@
-"""Requests to stop that come before the training loop can catch them: while libraries are imported and groups are made.
+"""Requests to stop that arrive before the training loop can catch them: during imports and the creation of groups.
 
 SIGUSR1 and SIGUSR2 would kill the process; they are remembered, and the loop obeys them before its first step.  SIGTERM
-and Ctrl-C end a process that has nothing to save, as they always do.  No torch here: its import is the long part.
+and Ctrl-C end a process that has nothing to save, as they always do.  No torch here: importing it takes longest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _caught: list[int] = []
 
 def listen() -> None:
     """Remember the signals from now on."""
-    if threading.current_thread() is threading.main_thread():  # elsewhere Python lets nobody set a handler
+    if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, _remember)
 

@@ -22,9 +22,9 @@ class Evaluation:
     """Means over the valid tokens of all evaluation batches."""
 
     loss: float | None
-    """None where no target of them counts."""
+    """None if no target counts."""
     stats: dict[str, float]
-    """What `engine.depth.metrics` tells of the method."""
+    """What `engine.depth.metrics` reports for the method."""
     by_token: Tensor | None = None
     """Of a method with halting: sum of depths and number of tokens of every vocabulary entry [2, V]."""
 
@@ -32,10 +32,10 @@ class Evaluation:
 def evaluate(
     cfg: RunConfig, engine: Engine, valid: SampleStream, stop: StopFlag, alive: Callable[[], None]
 ) -> Evaluation | None:
-    """Means over the valid tokens of eval_batches global batches; None if a request to stop has cut it short.
+    """Means over the valid tokens of eval_batches global batches; None if a request to stop interrupted it.
 
-    `alive` is called before every batch.  Methods whose training draws its passes have a fixed plan here, so that the
-    curve has one meaning.
+    `alive` is called before every batch.  Methods that draw their passes at random in training have a fixed plan here,
+    so that the curve is consistent.
     """
     g, tokens = engine.groups, 0
     sums: dict[str, float] = {"loss": 0.0}

@@ -1,8 +1,8 @@
 """The exit code of a job of many processes.
 
-torchrun turns every exit code of a rank into 1.  Where the launcher names a file in MEGAPONDER_EXIT_FILE, every rank
-appends its own there, if it is not 0, and the lowest is the job's: a user's mistake (2) beats a lost rank (69), which
-beats a request to start again (75).  A job that has begun and ended without a code has lost a rank, too.
+torchrun turns every exit code of a rank into 1.  If the launcher names a file in MEGAPONDER_EXIT_FILE, every rank
+appends its own code to it, if it is not 0, and the lowest is the job's: a user's mistake (2) beats a lost rank (69),
+which beats a request to restart (75).  A job that started and ended without a code has lost a rank, too.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from megaponder.errors import UserError
 
 
 def stopped(code: int) -> int:
-    """Note the code of a run that has ended as it should; returns what the process ends with.
+    """Record the code of a run that ended normally; returns the exit code of the process.
 
-    Where a launcher reads the file that is 0: torchrun would print a traceback and end the other ranks in haste.
+    If a launcher reads the file, that is 0: torchrun would otherwise print a traceback and kill the other ranks.
     """
     note(code)
     return 0 if os.environ.get("MEGAPONDER_EXIT_FILE") else code
@@ -35,7 +35,7 @@ def note(code: int) -> None:
 
 
 def forget_earlier_attempts(rank: int) -> None:
-    """After an elastic launcher's restart the codes of the attempt before mean nothing; rank 0 removes them."""
+    """After an elastic launcher's restart, codes of the previous attempt are obsolete; rank 0 removes them."""
     path = os.environ.get("MEGAPONDER_EXIT_FILE")
     if path and rank == 0 and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
         Path(path).unlink(missing_ok=True)
@@ -43,7 +43,7 @@ def forget_earlier_attempts(rank: int) -> None:
 
 @contextlib.contextmanager
 def noted() -> Iterator[None]:
-    """Notes that the job has begun, and the exit code of whatever ends the block early."""
+    """Records that the job has started, and the exit code of whatever ends the block early."""
     if path := os.environ.get("MEGAPONDER_BEGUN_FILE"):
         with contextlib.suppress(OSError):
             Path(path).touch()
@@ -61,7 +61,7 @@ def noted() -> Iterator[None]:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once: communicators and threads of a broken job may never come to an end by themselves."""
+    """End this process immediately: communicators and threads of a broken job may never end by themselves."""
     note(code)
     sys.stdout.flush()
     sys.stderr.flush()

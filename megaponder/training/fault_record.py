@@ -1,6 +1,6 @@
-"""`<run>/faults.jsonl`: one JSON object for every skipped step, return to a checkpoint and hang.
+"""`<run>/faults.jsonl`: one JSON object for every skipped step, rollback and hang.
 
-What is written there is acted upon: sequences that a rollback leaves out stay out in every later start of the run.
+The record has consequences: sequences skipped by a rollback stay skipped in every later start of the run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class FaultRecord:
         self.path = run / "faults.jsonl"
 
     def append(self, event: str, **values: Any) -> None:
-        """Add an event.  Numbers that are not finite become null: JSON has none."""
+        """Add an event.  Non-finite numbers become null, since JSON has none."""
         if dist.get_rank() == 0:
             write(self.path, event, **values)
 
@@ -37,7 +37,7 @@ class FaultRecord:
         return on_first_rank(lambda: jsonl.read(self.path))
 
     def left_out(self) -> list[Window]:
-        """Sequences that the run leaves out, merged, in order: a collective."""
+        """Sequences that the run skips, merged, in order: a collective."""
         merged: list[Window] = []
         for first, end in sorted(tuple(r["sequences"]) for r in self.rows() if r.get("skip_data")):
             if merged and first <= merged[-1][1]:
@@ -57,7 +57,7 @@ def write(path: Path, event: str, **values: Any) -> None:
 
 
 def past(windows: list[Window], first: int, count: int) -> int:
-    """Where a batch of `count` sequences may begin at or after `first` without touching a window."""
+    """Where a batch of `count` sequences may start at or after `first` without overlapping a window."""
     for begin, end in windows:
         if first < end and first + count > begin:
             first = end

@@ -1,12 +1,12 @@
-"""Steps whose numbers are bad: what counts as bad, what follows, and the record of it in `<run>/faults.jsonl`.
+"""Steps with a bad loss or gradient norm: what counts as bad, what follows, and the record in `<run>/faults.jsonl`.
 
-A step in which no target counts has no loss: nothing is learnt from it, and its update (weight decay, moments) is left
-out.  Nothing is wrong with the weights, so it is no reason to go back; too many such steps in a row stop the run.
+A step in which no target counts has no loss: nothing is learnt from it, and its update (weight decay, moments) is
+skipped.  The weights are fine, so it is no reason for a rollback; too many such steps in a row stop the run.
 
-A step is bad if its loss or gradient norm is not finite, or, where faults.spike asks for it, a spike: further above the
-mean of the last `spike_window` steps than `spike_sd` of their standard deviations (the rule of OLMo; at least half a
-window must be known).  A bad step is refused before the optimizer sees it, so parameters, moments and Adam's count stay
-as they are.  It keeps its number and its place in the learning-rate schedule, and its sequences count as consumed.
+A step is bad if its loss or gradient norm is not finite, or, where faults.spike asks for it, a spike: more than
+`spike_sd` standard deviations above the mean of the last `spike_window` steps (OLMo's rule; at least half a window must
+be known).  A bad step is rejected before the optimizer sees it, so parameters, moments and Adam's step count do not
+change.  It keeps its number and its place in the learning-rate schedule, and its sequences count as consumed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class NotFinite(UserError):  # noqa: N818  the sentence is for a user
 
 
 class Verdict(IntEnum):
-    """Of a step's numbers; the worst one of any rank holds for all."""
+    """Verdict on a step's loss and gradient norm; the worst one of any rank applies to all."""
 
     GOOD = 0
     LOSS_SPIKE = 1
@@ -52,17 +52,18 @@ class Verdict(IntEnum):
 
 
 class Faults:
-    """Judges steps, keeps the numbers of the last ones and counts bad ones in a row.  Equal on all ranks."""
+    """Judges steps, keeps the losses and norms of the last ones and counts consecutive bad ones.  Equal on all
+    ranks."""
 
     def __init__(self, options: FaultsConfig, run: Path, say: Callable[[str], None], device: torch.device):
         self.options, self.say, self.device = options, say, device
         self.record = FaultRecord(run)
         self.streak: list[int] = []
-        """Bad steps in a row, up to now."""
+        """Consecutive bad steps up to now."""
         self.empty: list[int] = []
-        """Steps without a target in a row, up to now."""
+        """Consecutive steps without a target up to now."""
         self.starved: str | None = None
-        """Why the run must stop: too many steps, or evaluations, without a target in a row."""
+        """Why the run must stop: too many consecutive steps or evaluations without a target."""
         self._sound: TrainState | None = None
         self._empty_evaluations = 0
         self._window: Window | None = None
@@ -86,10 +87,10 @@ class Faults:
         return self._verdict is Verdict.GOOD
 
     def after(self, before: TrainState, state: TrainState, loss: float, norm: float, source: Source) -> TrainState:
-        """`state`, the position after the judged step, with what is remembered of it; NotFinite where that ends a run.
+        """`state`, the position after the judged step, with its record; NotFinite if that ends the run.
 
         `source` tells which datasets a window of sequences comes from.
-        Spikes are remembered like other steps: a level that lasts is no spike for ever.
+        Spikes are recorded like other steps: a lasting level is not a spike for ever.
         """
         keep, verdict = self.options.spike_window, self._verdict
         if verdict is Verdict.NO_TARGETS:
@@ -105,7 +106,7 @@ class Faults:
             raise NotFinite(
                 f"Step {state.step}: the {what} is {value}; training stopped and no checkpoint was written after it. "
                 "Continue from the newest one with a lower optimizer.lr, a longer warm-up or a smaller "
-                "optimizer.clip_grad, or let faults.not_finite: skip leave out such steps."
+                "optimizer.clip_grad, or skip such steps with faults.not_finite: skip."
             )
         begin = self._window[0] if self._window else before.sequences
         self._window = (begin, state.sequences)
@@ -131,7 +132,7 @@ class Faults:
             self.starved = (
                 f"Steps {self.empty[0]} to {state.step} have no target that counts in the loss (data.loss_mask), more "
                 f"than faults.max_without_targets = {self.options.max_without_targets} in a row: sequences {first} to "
-                f"{state.sequences - 1} of data.train, from {source(first, state.sequences)}; look at these datasets "
+                f"{state.sequences - 1} of data.train, from {source(first, state.sequences)}; check these datasets "
                 "with megaponder inspect --audit"
             )
         return state
@@ -140,17 +141,18 @@ class Faults:
     def sound(self) -> TrainState | None:
         """Where to save a run that must stop for steps without a target: before them, as no weight has changed since.
 
-        A later start then reads these sequences again, which may have been mended.  None in other cases.
+        A later start then reads these sequences again, which may have been fixed.  None in other cases.
         """
         return self._sound if self.starved else None
 
     def starved_after(self, saved_step: int) -> UserError:
-        """Why the run must stop, and what of it is saved."""
-        kept = f"; what was trained up to step {saved_step} is saved" if saved_step else ""
+        """Why the run must stop, and what is saved."""
+        kept = f"; training up to step {saved_step} is saved" if saved_step else ""
         return UserError(f"{self.starved}{kept}.")
 
     def evaluated(self, step: int, loss: float | None, valid: SampleStream) -> int:
-        """Counts evaluations of `valid` without a target in a row and says so; returns how many there are up to now."""
+        """Counts and reports consecutive evaluations of `valid` without a target; returns how many there are up to
+        now."""
         if loss is not None:
             self._empty_evaluations = 0
             return 0
@@ -161,14 +163,14 @@ class Faults:
             self.starved = (
                 f"{self._empty_evaluations} evaluations in a row, up to that after step {step}, have no target that "
                 "counts in the loss (data.loss_mask), more than faults.max_without_targets = "
-                f"{self.options.max_without_targets}: all of {source}; name other validation data, or take none with "
+                f"{self.options.max_without_targets}: all of {source}; use other validation data, or none with "
                 "train.eval_batches: 0"
             )
         return self._empty_evaluations
 
     @property
     def reason(self) -> str:
-        """Why the last step was skipped, by the metrics' name; empty where it was not."""
+        """Why the last step was skipped, as named in the metrics; empty if it was not."""
         if self._verdict is Verdict.GOOD:
             return ""
         if self._verdict is Verdict.NO_TARGETS:
@@ -181,24 +183,24 @@ class Faults:
         return bool(self.streak or self.empty)
 
     def must_roll_back(self) -> bool:
-        """Whether so many steps were bad in a row that the weights are suspected."""
+        """Whether enough consecutive steps were bad to suspect the weights."""
         return 0 < self.options.rollback_after <= len(self.streak)
 
     def rolled_back(self, to_step: int) -> None:
-        """Remember that the run goes back to `to_step`, and why; UserError if it has done so too often."""
+        """Record that the run goes back to `to_step`, and why; UserError if it has done so too often."""
         assert self._window is not None
         before = sum(r["event"] == "rolled_back" and r["to_step"] == to_step for r in self.record.rows())
         first, last = self.streak[0], self.streak[-1]
         if before >= self.options.max_rollbacks:
             raise UserError(
                 f"Steps {first} to {last} were skipped in a row, and going back to step {to_step} has not helped "
-                f"(faults.max_rollbacks = {self.options.max_rollbacks}); look at {self.record.path} and at sequences "
+                f"(faults.max_rollbacks = {self.options.max_rollbacks}); check {self.record.path} and sequences "
                 f"{self._window[0]} to {self._window[1] - 1} of the data."
             )
         self.record.append(
             "rolled_back", step=last, to_step=to_step, sequences=self._window, skip_data=self.options.skip_data
         )
-        left_out = f"; sequences {self._window[0]} to {self._window[1] - 1} are left out from now on"
+        left_out = f"; sequences {self._window[0]} to {self._window[1] - 1} are skipped from now on"
         self.say(
             f"Steps {first} to {last} were skipped in a row: back to the checkpoint of step {to_step}"
             f"{left_out if self.options.skip_data else ''}."

@@ -1,9 +1,9 @@
-"""Signs of life: every rank says where it is, and a rank that makes no progress finds out which one it waits for.
+"""Heartbeats: every rank reports where it is, and a rank that makes no progress finds out which rank it is waiting for.
 
 A thread of each rank writes `<run>/ranks/00003.json` (host, process, step, phase) a few times per `limit`.  When its
 own rank has not moved for `limit`, it writes the stacks of its threads to `<run>/stacks/00003.txt` and reads the files
-of the others: a rank whose file is old is frozen or dead; else the one that is furthest behind is the one waited for.
-Files instead of a store, because a store dies with, or freezes with, the rank that hosts it.
+of the others: a rank whose file is old is frozen or dead; otherwise the others wait for the one furthest behind.  It
+uses files instead of a store, because a store dies or freezes with the rank that hosts it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from megaponder.training import fault_record
 from megaponder.training.rank_monitor import RankMonitor
 
 MISSED = 3
-"""Beats without a sign of life after which a rank counts as frozen or dead."""
+"""Missed heartbeats after which a rank counts as frozen or dead."""
 
 
 class Heartbeat:
-    """Tells and watches while in use (a context manager).  All ranks enter it together.
+    """Reports and watches while in use (a context manager).  All ranks enter it together.
 
-    `limit`: seconds without progress after which the stalled rank is named; `deadline`: after which, if a rank is
-    frozen or dead, this one ends too instead of waiting for it.
+    `limit`: seconds without progress after which the stalled rank is named; `deadline`: seconds after which, if a rank
+    is frozen or dead, this one ends too instead of waiting for it.
     """
 
     def __init__(self, run: Path, clock: PhaseClock, limit: float, deadline: float):
@@ -55,10 +55,10 @@ class Heartbeat:
     def _entered(self, before: Now, now: Now) -> None:
         self._monitor.alive()
         if now.phase != before.phase and {"start", *OUTSIDE} & {before.phase, now.phase}:
-            self._woken.set()  # rare phases are written at once, so that nobody reads of one that ended long ago
+            self._woken.set()  # rare phases are written at once, so that the files are not out of date
 
     def __enter__(self) -> Heartbeat:
-        on_first_rank(lambda: shutil.rmtree(self.folder, ignore_errors=True))  # of an earlier start
+        on_first_rank(lambda: shutil.rmtree(self.folder, ignore_errors=True))  # left by an earlier start
         self._write()
         self._thread.start()
         return self
@@ -73,13 +73,13 @@ class Heartbeat:
         self._thread.join()
         if error is not None and is_lost_connection(error):
             step, phase, _ = self._clock.now
-            end = time.monotonic() + 2  # a dying process closes its connections a moment before it is gone
+            end = time.monotonic() + 2  # a dying process closes its connections shortly before it exits
             while time.monotonic() < end and not any(r["gone"] for r in self._ranks()):
                 time.sleep(0.1)
             raise LostRank(f"Rank {self.rank} lost another rank in {phase} of step {step}: {self.blame()}.") from error
 
     def blame(self) -> str:
-        """The rank that the others wait for, or that is gone, in words without a full stop."""
+        """The rank that the others wait for, or that is lost, in words without a full stop."""
         ranks = self._ranks()
         gone = [r for r in ranks if r["gone"]]
         if gone:
@@ -87,7 +87,7 @@ class Heartbeat:
         order = {(r["step"], PHASES.index(r["phase"])) for r in ranks}
         step, phase = min(order)
         if len(order) == 1:
-            return f"all {self.world} ranks are in {PHASES[phase]} of step {step} and show signs of life"
+            return f"all {self.world} ranks are in {PHASES[phase]} of step {step} and alive"
         last = [r for r in ranks if (r["step"], r["phase"]) == (step, PHASES[phase])]
         return "the others wait for " + "; ".join(_words(r) for r in last)
 
@@ -97,7 +97,7 @@ class Heartbeat:
             self._woken.clear()
             if self._end.is_set():
                 break
-            with contextlib.suppress(OSError):  # a full disk: the training loop says so
+            with contextlib.suppress(OSError):  # a full disk: the training loop reports it
                 self._write()
                 now, since = self._clock.now, self._clock.idle()
                 if since > self.limit and self._reported != now:
@@ -107,9 +107,9 @@ class Heartbeat:
                     self._give_up()
 
     def _hopeless(self) -> bool:
-        """Whether a rank is dead or has been silent for as long as a hang; a busy machine can make it miss some beats.
+        """Whether a rank is dead or has been silent as long as a hang; on a busy machine it can miss some heartbeats.
 
-        While a job starts nobody is given up: imports and the reading of a checkpoint can hold the interpreter's lock.
+        During startup no rank is given up: imports and reading a checkpoint can hold the interpreter's lock.
         """
         return any(r["dead"] or r["age"] > self.limit for r in self._ranks())
 
@@ -127,7 +127,7 @@ class Heartbeat:
             )  # fmt: skip
 
     def _give_up(self) -> None:
-        """The main thread may be inside a collective that nothing can end, so no exception would reach it."""
+        """The main thread may be inside a collective that cannot be interrupted, so no exception would reach it."""
         from megaponder.training.exit_code import leave
 
         step, phase, _ = self._clock.now
@@ -142,13 +142,13 @@ class Heartbeat:
         return {"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid(), "step": step, "phase": phase}
 
     def _write(self) -> None:
-        self.folder.mkdir(exist_ok=True)  # not its parent: a run folder that was removed shall not come back
+        self.folder.mkdir(exist_ok=True)  # not its parent: a removed run folder must not reappear
         temporary = self._path(self.rank).with_suffix(".tmp")
         temporary.write_text(json.dumps(self._me()))
         temporary.replace(self._path(self.rank))
 
     def _ranks(self) -> list[dict[str, Any]]:
-        """What every rank last said, with its age by the file system's own clock."""
+        """What every rank last reported, with its age by the file system's own clock."""
         with contextlib.suppress(OSError):
             self._write()
         now = self._path(self.rank).stat().st_mtime if self._path(self.rank).exists() else time.time()
@@ -171,11 +171,11 @@ class Heartbeat:
 def _words(said: dict[str, Any]) -> str:
     who, place = f"rank {said['rank']} on {said['host']}", f"in {said['phase']} of step {said['step']}"
     if said["age"] == float("inf"):
-        return f"rank {said['rank']}, which has left no sign of life"
+        return f"rank {said['rank']}, which never reported"
     if said["dead"]:
         return f"{who}, last seen {said['age']:.0f} s ago {place}, has ended"
     if said["gone"]:
-        return f"{who}, last seen {place}, gives no sign of life for {said['age']:.0f} s"
+        return f"{who}, last seen {place}, has not reported for {said['age']:.0f} s"
     return f"{who}, {place}"
 
 

@@ -1,4 +1,4 @@
-"""`train`: process groups around the training loop, and what happens where they fail or do not end."""
+"""`train`: process groups around the training loop, and what happens if they fail or do not end."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from megaponder.training import setup
 from megaponder.training.exit_code import leave, stopped
 
 PATIENCE = 60.0
-"""Seconds that process groups have to end."""
+"""Seconds that process groups have to shut down."""
 TELL_MINUTES = 1.0
-"""For which a rank that cannot start waits for the others to be told."""
+"""Seconds that a rank that cannot start waits for the others to be told."""
 
 
 def train(cfg: RunConfig) -> int:
     """Train as the configuration says, or continue the run in its folder.  Every rank of the world calls this.
 
     Returns 0 when the budget is spent, or after saving the exit code of what asked to stop (`training.stop`).  Raises
-    UserError for the user's mistakes, for a loss that is not finite and for a disk that is full, and LostRank when
-    another rank is gone; existing checkpoints are not touched.
+    UserError for the user's mistakes, for a loss that is not finite and for a full disk, and LostRank if another
+    rank is lost; existing checkpoints are not touched.
     """
-    warnings.filterwarnings("ignore", module=r"megatron\.core")  # deprecations of its own, and libraries it misses
+    warnings.filterwarnings("ignore", module=r"megatron\.core")  # its deprecations, and libraries it does not find
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # its collectives
     warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf")  # its sharded optimizer
     cfg = _complete_on_all_ranks(cfg)
     try:
         process_groups.start(cfg)
-        setup.refuse_different_ranks(cfg)  # before groups of the sizes that the configuration names
-        groups = process_groups.init(cfg)  # it also prepares a machine without a GPU for megatron-core's first import
+        setup.refuse_different_ranks(cfg)  # before groups of the configured sizes
+        groups = process_groups.init(cfg)  # it also prepares machines without a GPU for megatron-core's first import
         from megaponder.training.loop import run
 
         code = run(cfg, groups)
@@ -41,14 +41,14 @@ def train(cfg: RunConfig) -> int:
         if isinstance(error, LostRank) or not is_lost_connection(error):
             raise
         why = first_line(error) or type(error).__name__
-        raise LostRank(f"Another rank was lost, or never came, before the first step ({why}).") from error
-    # not after an error: a rank that fails alone must end at once instead of waiting for the others here
+        raise LostRank(f"Another rank was lost, or never started, before the first step ({why}).") from error
+    # not after an error: a rank that fails alone must exit at once instead of waiting here for the others
     _shut_down(code)
     return code
 
 
 def _complete_on_all_ranks(cfg: RunConfig) -> RunConfig:
-    """`setup.complete`; what one rank alone cannot have, such as a dataset that its node lacks, all ranks are told.
+    """`setup.complete`; an error on one rank, such as a dataset missing on its node, is raised on all ranks.
 
     Without this the others would wait for that rank until `parallel.timeout_minutes`.
     """
@@ -76,10 +76,13 @@ def _complete_on_all_ranks(cfg: RunConfig) -> RunConfig:
 
 
 def _shut_down(code: int) -> None:
-    """Leave the process groups, but do not wait for ever for communicators that do not end: everything is saved."""
+    """Leave the process groups, but do not wait for ever for communicators that hang: everything is saved."""
 
     def give_up() -> None:
-        print(f"warning: the process groups did not end within {PATIENCE:.0f} s; all is saved, so we end.", flush=True)
+        print(
+            f"warning: the process groups did not shut down within {PATIENCE:.0f} s; everything is saved, so we exit.",
+            flush=True,
+        )
         leave(stopped(code))
 
     timer = threading.Timer(PATIENCE, give_up)

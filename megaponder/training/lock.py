@@ -1,4 +1,4 @@
-"""One job per run folder: a lock file that names its owner, and the rules for taking over from a dead one."""
+"""One job per run folder: a lock file that names its owner, and the rules for taking over a dead owner's lock."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from megaponder import files
 from megaponder.errors import UserError
 
 BEAT = 10.0
-"""Seconds between signs of life of an owner."""
+"""Seconds between heartbeats of an owner."""
 PATIENCE = 35.0
-"""Seconds without a sign after which an owner on another host counts as dead."""
+"""Seconds without a heartbeat after which an owner on another host counts as dead."""
 
 
 @contextmanager
 def own_run(run: Path) -> Iterator[None]:
-    """Hold a run folder for all ranks; UserError on all of them if a live job has it, or nodes do not share it."""
-    from megaponder.ranks import on_first_rank  # here: the lock itself does without torch
+    """Hold a run folder for all ranks; UserError on all of them if a live job holds it, or nodes do not share it."""
+    from megaponder.ranks import on_first_rank  # imported here: the lock itself does not need torch
     from megaponder.training.shared import prove_shared
 
     lock = RunLock(run)
@@ -43,7 +43,8 @@ class RunLock:
     """Holds `<run>/lock.json` between `acquire` and `release`.
 
     An owner on this host is alive if its process is.  An owner elsewhere is watched: it touches the file every `BEAT`
-    seconds.  A requeued Slurm job takes its own earlier lock at once, because a job id never runs twice at a time.
+    seconds.  A requeued Slurm job takes its own earlier lock at once, because a job id never runs twice at the same
+    time.
     """
 
     def __init__(self, run: Path, beat: float = BEAT, patience: float = PATIENCE):
@@ -52,15 +53,15 @@ class RunLock:
         self._thread: threading.Thread | None = None
 
     def acquire(self) -> None:
-        """Take the lock; UserError if a live job has it."""
+        """Take the lock; UserError if a live job holds it."""
         files.refuse_lost_link(self.path.parent)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(
-                f"run = {str(self.path.parent)!r}: this folder cannot be made ({error.strerror}); name another one."
+                f"run = {str(self.path.parent)!r}: the folder cannot be created ({error.strerror}); choose another one."
             ) from error
-        with FileLock(str(self.path) + ".guard"):  # two jobs must not both judge the same dead owner
+        with FileLock(str(self.path) + ".guard"):  # two jobs must not take over from the same dead owner
             while not self._create():
                 if (taken := self.holder()) is not None:
                     raise UserError(taken)
@@ -69,17 +70,17 @@ class RunLock:
         self._thread.start()
 
     def holder(self) -> str | None:
-        """The sentence that names the live job which has the folder, if one has it."""
+        """The sentence that names the live job using the folder, if there is one."""
         owner = self._owner()
         if owner is None or not self._alive(owner):
             return None
         return (
             f"run = {str(self.path.parent)!r}: another job uses this folder (process {owner['pid']} on "
-            f"{owner['host']} since {owner['since']}); stop it or give this run another folder."
+            f"{owner['host']} since {owner['since']}); stop it or use another run folder."
         )
 
     def release(self) -> None:
-        """Give the lock back, if it was taken and is still ours."""
+        """Release the lock, if it was taken and is still ours."""
         if self._thread is None:
             return
         self._stop.set()
@@ -119,7 +120,7 @@ class RunLock:
     def _alive(self, owner: dict[str, Any]) -> bool:
         job = os.environ.get("SLURM_JOB_ID")
         if owner["host"] == socket.gethostname():
-            try:  # a process id alone may have come back as another program
+            try:  # the process id may have been reused by another program
                 return abs(psutil.Process(owner["pid"]).create_time() - owner["started"]) < 2
             except psutil.NoSuchProcess:
                 return False
@@ -144,5 +145,5 @@ class RunLock:
         while not self._stop.wait(self.beat):
             try:
                 os.utime(self.path)
-            except OSError:  # the folder is gone or the disk is away: the training loop will say so
+            except OSError:  # the folder or disk is gone: the training loop will report it
                 return

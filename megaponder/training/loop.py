@@ -26,7 +26,7 @@ def run(cfg: RunConfig, groups: Groups) -> int:
         try:
             asked = loop(parts)
         except NotFinite:
-            parts.saver.wait()  # a checkpoint that is being written is sound
+            parts.saver.wait()  # a checkpoint that is being written is valid
             raise
         return finish(parts, asked)
 
@@ -80,13 +80,13 @@ def loop(run: Run) -> int:
         if row.values:
             row.values |= run.spent.told(state)
             run.monitor.write(row)
-        if _every(cfg.checkpoint.every, step, run.total) and not faults.skips:  # a rollback must find sound weights
+        if _every(cfg.checkpoint.every, step, run.total) and not faults.skips:  # a rollback must find good weights
             save(run)
     return 0
 
 
 def save(run: Run) -> None:
-    """Begin a checkpoint of the present position, and say whether the data are still those that it was trained on."""
+    """Start a checkpoint of the current position, and report whether the data are still the same."""
     changes = run.data.look()
     for sentence in changes:
         run.faults.record.append("data_changed", step=run.state.step, what=sentence)

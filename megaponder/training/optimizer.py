@@ -44,7 +44,7 @@ def build_optimizer(cfg: RunConfig, ddp: DistributedDataParallel) -> MegatronOpt
 
 
 def set_lr(optimizer: MegatronOptimizer, cfg: RunConfig, lr: float, step: int) -> None:
-    """Learning rate of the coming step; groups that are not decayed keep a decay of zero.
+    """Learning rate of the next step; groups without weight decay keep a decay of zero.
 
     While only the method's parameters are trained, the others have a rate of zero, which stops their decay too.
     """
@@ -60,7 +60,7 @@ def method_only(cfg: RunConfig, step: int) -> bool:
 
 
 def drop_backbone_gradients(stage: nn.Module) -> None:
-    """Zero every gradient but those of the method's own parameters, after reduction and before clipping.
+    """Zero every gradient except those of the method's own parameters, after reduction and before clipping.
 
     The others then count neither in the gradient norm nor in Adam's moments, and they stay bit-equal.
     """

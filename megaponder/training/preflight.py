@@ -1,7 +1,7 @@
-"""Checks before a long run: every process reports what it sees, and rank 0 says what is absent or different.
+"""Checks before a long run: every process reports what it sees, and rank 0 says what is missing or different.
 
-The reports meet in a TCP store on CPUs, so that a broken GPU, a missing node or another library version ends in a
-sentence within `DEADLINE` instead of in a collective that never completes.  No process group is made.
+The reports are collected in a TCP store on CPUs, so that a broken GPU, a missing node or a different library version
+ends in a sentence within `DEADLINE` instead of a collective that never completes.  No process group is created.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ SAME = (
     "megaponder", "python", "torch", "cuda", "nccl", "driver", "megatron-core", "transformer-engine", "gpu", "gpus",
     "configuration",
 )  # fmt: skip
-"""Facts that must be those of all ranks."""
+"""Facts that must be equal on all ranks."""
 Report = dict[str, Any]
 
 
 def preflight(cfg: RunConfig, deadline: float = DEADLINE) -> None:
-    """Check all processes of the job; rank 0 prints what they are.  The same UserError on all of them if not."""
+    """Check all processes of the job; rank 0 prints a summary.  On failure all of them raise the same UserError."""
     here, begin = launcher.adopt(), time.monotonic()
     store = _connect(here, deadline)
     try:
@@ -58,7 +58,7 @@ def preflight(cfg: RunConfig, deadline: float = DEADLINE) -> None:
         cfg = setup.complete(cfg)
         data = {path: one.stored() for path, one in identities(open_data(cfg)).items()}
         report = look(cfg, here) | {"error": None, "data": data}
-    except UserError as error:  # one rank alone may have it; all must hear of it
+    except UserError as error:  # it may concern one rank only; all must be told
         report = look(cfg, here) | {"error": str(error), "data": {}}
     with _token(store, here, cfg, deadline) as report["unshared"]:
         store.set(f"report/{here.rank}", json.dumps(report))
@@ -73,7 +73,7 @@ def preflight(cfg: RunConfig, deadline: float = DEADLINE) -> None:
             problem = json.loads(store.get("verdict"))
         except (dist.DistError, RuntimeError):
             raise UserError(f"Rank {here.rank} on {socket.gethostname()} lost rank 0 during the pre-flight.") from None
-    if here.rank != 0:  # rank 0 must not take the store away before the others have read it
+    if here.rank != 0:  # rank 0 must not close the store before the others have read it
         store.add("read", 1)
     else:
         end = time.monotonic() + 5
@@ -85,10 +85,10 @@ def preflight(cfg: RunConfig, deadline: float = DEADLINE) -> None:
 
 @contextmanager
 def _token(store: Any, here: Place, cfg: RunConfig, deadline: float) -> Iterator[str | None]:
-    """Rank 0 leaves a token where the run is to be, and takes it away at the end; what another rank misses of it."""
+    """Rank 0 writes a token into the run's folder and removes it at the end; returns what another rank fails to see."""
     folders, word = places(_existing(Path(cfg.run))), ""
     if here.rank == 0:
-        with contextlib.suppress(OSError):  # the report says whether the folder can be written to
+        with contextlib.suppress(OSError):  # the report says whether the folder is writable
             word = leave_token(folders)
         store.set("token", json.dumps([word, [str(folder) for folder in folders]]))
         yield None
@@ -96,7 +96,9 @@ def _token(store: Any, here: Place, cfg: RunConfig, deadline: float) -> Iterator
             take_token(word, folders)
         return
     lacks = None
-    with contextlib.suppress(dist.DistError, RuntimeError):  # who waits for the verdict will say that rank 0 is lost
+    with contextlib.suppress(
+        dist.DistError, RuntimeError
+    ):  # ranks that wait for the verdict report that rank 0 is lost
         store.wait(["token"], datetime.timedelta(seconds=deadline))
         word, names = json.loads(store.get("token"))
         end = time.monotonic() + PATIENCE
@@ -154,18 +156,18 @@ def _problem(reports: dict[int, Report], hosts: dict[str, list[int]], world: int
         known = "; ".join(f"{host} has ranks {_ranges(ranks)}" for host, ranks in hosts.items())
         return (
             f"Rank{'s' if len(absent) > 1 else ''} {_ranges(absent)} of {world} did not report within {deadline:g} s "
-            f"({known}); look for a node whose processes did not start or that cannot reach rank 0."
+            f"({known}); check for a node whose processes did not start or that cannot reach rank 0."
         )
     for rank, r in sorted(reports.items()):
         where = f"Rank {rank} on {r['host']}"
         if r["error"]:
             return f"{where}: {r['error']}"
         if r["world_size"] != world:
-            return f"{where} believes that there are {r['world_size']} processes, rank 0 that there are {world}."
+            return f"{where} expects {r['world_size']} processes, but rank 0 expects {world}."
         if r["gpus"] and r["local_rank"] >= r["gpus"]:
-            return f"{where} has local rank {r['local_rank']} but sees {r['gpus']} GPUs: start one process a GPU."
+            return f"{where} has local rank {r['local_rank']} but sees {r['gpus']} GPUs: start one process per GPU."
         if not r["writable"]:
-            return f"{where} may not write to {r['folder']}, where the run folder is to be."
+            return f"{where} cannot write to {r['folder']}, where the run folder would be."
         if r["taken"]:
             return f"{where}: {r['taken']}"
         if r["unshared"]:
@@ -186,7 +188,7 @@ def _problem(reports: dict[int, Report], hosts: dict[str, list[int]], world: int
     for rank, r in sorted(reports.items()):
         if found := different(r["data"], reports[0]["data"]):
             return (
-                f"Rank {rank} on {r['host']} has another dataset {found[0]} than rank 0 on {reports[0]['host']}: "
+                f"Rank {rank} on {r['host']} has a different dataset {found[0]} from rank 0 on {reports[0]['host']}: "
                 f"{found[1]}; give all nodes the same files."
             )
     return None
@@ -208,7 +210,7 @@ def _connect(here: Place, deadline: float) -> Any:
     except (dist.DistError, RuntimeError) as error:
         raise UserError(
             f"Rank {here.rank} on {socket.gethostname()} cannot reach {address}:{port} within {deadline:g} s "
-            f"({str(error).splitlines()[0]}); rank 0 has not started, or a firewall is in between."
+            f"({str(error).splitlines()[0]}); rank 0 has not started, or a firewall blocks the connection."
         ) from None
     return dist.PrefixStore("preflight", store)
 
@@ -225,14 +227,14 @@ def _collect(store: Any, world: int, end: float) -> dict[int, Report]:
 
 
 def _checkpoint_bytes(cfg: RunConfig) -> int:
-    """About what a checkpoint takes: parameters and two moments, and masters beside BF16 parameters."""
+    """Approximate size of a checkpoint: parameters, two moments, and master weights beside BF16 parameters."""
     if cfg.model.vocab_size is None or cfg.model.num_layers is None:
         return 0
     return model_parameters(cfg).total * (14 if cfg.precision.dtype == "bf16" else 12)
 
 
 def _existing(path: Path) -> Path:
-    """The folder itself or the nearest thing above it that is there."""
+    """The folder itself or its nearest existing parent."""
     path = path.absolute()
     while not path.exists():
         path = path.parent
@@ -247,7 +249,7 @@ def _version(package: str) -> str:
 
 
 def _driver() -> str:
-    """Version of the NVIDIA kernel driver, as Linux tells it."""
+    """Version of the NVIDIA kernel driver, as reported by Linux."""
     try:
         return Path("/sys/module/nvidia/version").read_text().strip()
     except OSError:

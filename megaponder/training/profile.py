@@ -18,9 +18,9 @@ ROWS = 40
 class Profile:
     """Watches the steps `logging.profile_steps` of this start, on the ranks `logging.profile_ranks`.
 
-    Writes into RUN/profile, as soon as the last of the steps or the run has ended: trace-rankR.json.gz
+    Writes into RUN/profile as soon as the last of the steps, or the run, has ended: trace-rankR.json.gz
     (chrome://tracing, or ui.perfetto.dev), operations-rankR.txt, and on a GPU memory-rankR.pickle
-    (pytorch.org/memory_viz).  A context around all steps.
+    (pytorch.org/memory_viz).  Used as a context around all steps.
     """
 
     def __init__(self, cfg: LoggingConfig, run: Path, rank: int, say: Callable[[str], None]):
@@ -38,10 +38,10 @@ class Profile:
         if kind is None:
             self._write()
         else:
-            self._profiler.stop()  # the process would crash at its end
+            self._profiler.stop()  # otherwise the process would crash at exit
 
     def expect(self, steps: int) -> None:
-        """Say it where this start's `steps` end before the first profiled one."""
+        """Report if this start's `steps` end before the first profiled one."""
         if self._steps and steps < self._steps[0]:
             first, last = self._steps
             self._say(
@@ -70,7 +70,7 @@ class Profile:
         self._profiler.start()
 
     def _write(self) -> None:
-        """What was seen so far; a profile that cannot be written is not worth the run."""
+        """Write what was recorded so far; a profile that cannot be written must not end the run."""
         cuda = torch.cuda.is_available()
         if cuda:
             torch.cuda.synchronize()

@@ -1,7 +1,7 @@
-"""NVIDIA's resiliency extension: its launcher kills a rank that stays silent and starts all again in the same job.
+"""NVIDIA's resiliency extension: its launcher kills a silent rank and restarts all of them in the same job.
 
-Under `ft_launcher` (the extra `resilience`) every rank has a monitor process that waits for signs of life.  This module
-gives them; without that launcher it does nothing.  Time-outs are options of the launcher.
+Under `ft_launcher` (the extra `resilience`) every rank has a monitor process that waits for heartbeats.  This module
+sends them; without that launcher it does nothing.  Time-outs are options of the launcher.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megaponder.errors import UserError
 SOCKET = "FT_RANK_MONITOR_IPC_SOCKET"
 """Set by ft_launcher for each rank."""
 EVERY = 1.0
-"""Seconds between signs of life, at least: each is a message to another process."""
+"""Minimum seconds between heartbeats: each is a message to another process."""
 
 
 class RankMonitor:
@@ -37,12 +37,12 @@ class RankMonitor:
         self._client.init_workload_monitoring()
 
     def alive(self) -> None:
-        """This rank gets on."""
+        """This rank makes progress."""
         if self._client is not None and time.monotonic() - self._last >= EVERY:
             self._client.send_heartbeat()
             self._last = time.monotonic()
 
     def close(self) -> None:
-        """No more signs of life will come, and none shall be missed."""
+        """No more heartbeats will come, and none will be expected."""
         if self._client is not None:
             self._client.shutdown_workload_monitoring()

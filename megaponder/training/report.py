@@ -1,4 +1,4 @@
-"""The row of a step: what the monitor is told, and the warnings that follow from it."""
+"""The row of a step: what the monitor receives, and the warnings that follow from it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Report:
         self._engine, self._monitor, self._schedule = engine, monitor, schedule
         self._stragglers, self._pondered = stragglers, pondered
         self._empty = 0
-        # gates start equal, which is no collapse
+        # gates start equal, which is not a collapse
         self._gates_settled = max(schedule.warmup, min(100, total // 10))
 
     def stepped(self, step: int) -> float:
@@ -40,7 +40,7 @@ class Report:
         return sum(seconds.values())
 
     def row(self, step: int, sequences: int, tokens: int, batch: int, out: StepOutput, norm: float) -> Row:
-        """Position and, where a row is due after this step, all that is known of it."""
+        """Position and, if a row is due after this step, everything known about it."""
         row, monitor = Row(step, sequences, tokens), self._monitor
         self._empty += out.empty
         if not monitor.due(step):
@@ -61,7 +61,7 @@ class Report:
         return row
 
     def add(self, row: Row, valid: Evaluation, empty: int) -> None:
-        """Add an evaluation to the row of its step; `empty`: evaluations without a loss in a row, up to this one."""
+        """Add an evaluation to the row of its step; `empty`: consecutive evaluations without a loss, up to this one."""
         row.values |= {"empty_evaluations": empty} if valid.loss is None else {"validation_loss": valid.loss}
         row.stats |= {f"valid_{name}": value for name, value in valid.stats.items()}
         if valid.by_token is not None and (sentence := self._pondered.write(row.step, valid.by_token)):

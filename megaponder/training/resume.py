@@ -22,12 +22,12 @@ from megaponder.training.setup import refuse_other_model
 def resume(
     cfg: RunConfig, stage: MegatronModule, optimizer: MegatronOptimizer, data: SameData, say: Callable[[str], None]
 ) -> TrainState:
-    """Load what checkpoint.resume and checkpoint.load ask for and say which it was.  All ranks call this."""
+    """Load what checkpoint.resume and checkpoint.load request and report which it was.  All ranks call this."""
     root = Path(cfg.run) / "checkpoints"
     found = on_first_rank(lambda: _sweep_and_list(root))
     if found and cfg.checkpoint.resume == "never":
         fix = "use auto, or another run folder"
-        raise ConfigError("checkpoint.resume", "never", f"{root} holds the checkpoints of an earlier run", fix)
+        raise ConfigError("checkpoint.resume", "never", f"{root} contains checkpoints of an earlier run", fix)
     choice = agree.choose(root)
     if choice.path is not None:
         return _continue(cfg, choice, stage, optimizer, data, say)
@@ -37,14 +37,14 @@ def resume(
             "away to start from scratch."
         )
     if cfg.checkpoint.resume == "must":
-        raise ConfigError("checkpoint.resume", "must", f"{root} holds no checkpoint to continue from", "use auto")
+        raise ConfigError("checkpoint.resume", "must", f"{root} contains no checkpoint to continue from", "use auto")
     if cfg.checkpoint.load is not None:
         path = agree.locate(cfg.checkpoint.load)
         for warning in on_first_rank(lambda: refuse_other_model(cfg, path, weights_only=True)):
             say(warning)
         fresh, left = restore.load(path, stage, optimizer)
-        new = f"; new, with fresh values: {', '.join(fresh)}" if fresh else ""
-        old = f"; left out, since {cfg.ponder.method} has no place for them: {', '.join(left)}" if left else ""
+        new = f"; newly initialised: {', '.join(fresh)}" if fresh else ""
+        old = f"; ignored, since {cfg.ponder.method} does not use them: {', '.join(left)}" if left else ""
         say(f"Starting from the weights of {path}{new}{old}.")
     return TrainState()
 
@@ -79,11 +79,11 @@ def _continue(
 
 
 def refuse_bare_weights(cfg: RunConfig, checkpoint: Path) -> None:
-    """UserError for a checkpoint without optimizer state, such as an imported one: only weights can come from it."""
+    """UserError for a checkpoint without optimizer state, such as an imported one: only its weights can be loaded."""
     if not load_state(checkpoint)[1].optimizer:
         raise UserError(
             f"run = {cfg.run!r}: {checkpoint} holds weights without optimizer state (megaponder import wrote it), so "
-            f"there is nothing to continue; start from it in another run folder, with --checkpoint.load {cfg.run}."
+            f"there is nothing to continue; start a run in another folder from it, with --checkpoint.load {cfg.run}."
         )
 
 

@@ -1,8 +1,8 @@
 """The datasets of a run are the same on all ranks, from its first step to its last, and in every later start.
 
-They are opened once and stay open, so that what is trained on is what was compared, whatever becomes of their names.
-Their identities (`data.identity`) are compared on all ranks before the first step, written to `<run>/data.json` at
-once and into every checkpoint, and compared again with what lies on disk whenever one is saved.
+They are opened once and stay open, so that what is trained on is what was compared, whatever happens to their paths.
+Their identities (`data.identity`) are compared on all ranks before the first step, written to `<run>/data.json` and
+into every checkpoint, and compared again with the files on disk whenever a checkpoint is saved.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SameData:
     """The opened datasets of a run.  All ranks call every method."""
 
     def __init__(self, cfg: RunConfig):
-        """Opens and compares.  UserError on all ranks that names the one that lacks a dataset or has another."""
+        """Opens and compares.  UserError on all ranks, naming the rank that lacks a dataset or has a different one."""
         self.opened: dict[str, Opened] = {}
         self.identities: dict[str, Identity] = {}
         self._accepted = {os.path.normpath(path) for path in cfg.data.accept_changed}
@@ -66,15 +66,15 @@ class SameData:
         for other in others:
             if found := different(other.value, first.value):
                 raise UserError(
-                    f"The dataset {found[0]} is another one on {other.who} than on {first.who}: {found[1]}; give all "
+                    f"The dataset {found[0]} on {other.who} differs from the one on {first.who}: {found[1]}; give all "
                     "nodes the same files."
                 )
 
     def refuse_changed(self, then: dict[str, str | Stored], checkpoint: Path) -> list[str]:
-        """UserError if a dataset is not what it was when `checkpoint` was saved, unless data.accept_changed names it.
+        """UserError if a dataset has changed since `checkpoint` was saved, unless data.accept_changed names it.
 
-        Returns warnings about those that it names.  Datasets that only one of both has are another matter: the blend
-        has changed, which `setup.refuse_other_model` tells.
+        Returns warnings about those that it names.  Datasets that only one of the two has are a different matter: the
+        blend has changed, which `setup.refuse_other_model` reports.
         """
         earlier = {os.path.normpath(path): identity for path, identity in then.items()}
         changed = {}
@@ -82,7 +82,7 @@ class SameData:
             before = earlier.get(os.path.normpath(path))
             if isinstance(before, str):  # of an earlier version
                 same = before == earlier_identity(self.opened[path])
-                what = None if same else "its lengths or checksums are others"
+                what = None if same else "its lengths or checksums differ"
             else:
                 what = now.difference(before) if before is not None else None
             if what:
@@ -91,19 +91,19 @@ class SameData:
         if refused:
             raise UserError(
                 f"The dataset {refused[0]} is not the one that checkpoint {checkpoint} was trained on: "
-                f"{changed[refused[0]]}; bring that one back, or go on with this one by "
-                f"data.accept_changed: [{', '.join(changed)}]."
+                f"{changed[refused[0]]}; restore that one, or continue with this one by "
+                f"setting data.accept_changed: [{', '.join(changed)}]."
             )
         return [
-            f"Warning: the dataset {path} is another one than up to this checkpoint ({what}), as data.accept_changed "
-            "allows; texts may be seen again or never."
+            f"Warning: the dataset {path} differs from the one used up to this checkpoint ({what}), as "
+            "data.accept_changed allows; texts may be repeated or missed."
             for path, what in changed.items()
         ]
 
     def look(self) -> list[str]:
         """Sentences about datasets that were replaced, changed or deleted since they were opened.
 
-        One process a node looks at the names, and at the contents of what seems to have changed.  One collective.
+        One process per node checks the paths, and the contents of files that seem to have changed.  One collective.
         """
         mine = self._changes() if self._looks else []
         found: dict[str, str] = {}
@@ -131,13 +131,13 @@ class SameData:
             except (OSError, UserError) as error:
                 what, replaced = str(error).rstrip("."), False
             goes_on = (
-                "the run goes on with the files that it has opened"
+                "the run continues with the files it has opened"
                 if replaced
-                else "what is read from now on may be something else than what was checked"
+                else "data read from now on may differ from what was checked"
             )
             sentences.append(
-                f"The dataset {path} was changed under this run: {what}; {goes_on}, and its checkpoints name the one "
-                "that it was started with"
+                f"The dataset {path} was changed during this run: {what}; {goes_on}, and its checkpoints record the "
+                "one it was started with"
             )
         return sentences
 

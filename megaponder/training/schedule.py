@@ -10,7 +10,7 @@ from megaponder.config.schema import OptimizerConfig, ScheduleConfig
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear warm-up to `peak`, then a fall to `floor` that ends with the budget."""
+    """Linear warm-up to `peak`, then a decay to `floor` that ends with the budget."""
 
     kind: str
     peak: float
@@ -18,7 +18,7 @@ class Schedule:
     warmup: int
     """Steps of warm-up; the last of them runs at the peak."""
     decay: int
-    """Steps of the final fall of wsd; the other kinds fall from the end of warm-up."""
+    """Steps of the final decay of wsd; the other kinds decay from the end of warm-up."""
     total: int
     """Steps of the whole budget."""
 
@@ -28,7 +28,7 @@ class Schedule:
             return self.peak * step / self.warmup
         fall = self.decay if self.kind == "wsd" else self.total - self.warmup
         left = max(0, self.total - step)
-        part = min(1.0, left / fall) if fall > 0 else 1.0  # 1 at the top of the fall, 0 at its end
+        part = min(1.0, left / fall) if fall > 0 else 1.0  # 1 at the start of the decay, 0 at its end
         if self.kind == "constant":
             return self.peak
         if self.kind == "cosine":
@@ -37,7 +37,7 @@ class Schedule:
 
 
 def build_schedule(schedule: ScheduleConfig, optimizer: OptimizerConfig, total_steps: int) -> Schedule:
-    """The schedule of a run whose budget is `total_steps`; warm-up and decay are whole steps of it."""
+    """The schedule of a run whose budget is `total_steps`; warm-up and decay are rounded to steps."""
     return Schedule(
         kind=schedule.kind,
         peak=optimizer.lr,

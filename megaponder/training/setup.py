@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 IDENTITY = (
     "model.family", *(f"model.{name}" for name in (*SIZES, *FEATURES) if name != "norm_eps"), "ponder.method",
 )  # fmt: skip
-"""Fields that must be those of the checkpoint: with others its weights would mean something else."""
+"""Fields that must equal the checkpoint's: otherwise its weights would mean something else."""
 WATCHED = (
     "data.train", "data.valid", "data.split", "data.sequence_length", "data.shuffle_seed", "data.loss_mask",
     "data.eod_id", "ponder.options", "model.norm_eps", "precision.dtype", "precision.fp8",
     "train.steps", "train.tokens", "train.seed", "train.global_batch", "train.batch_rampup", "optimizer", "schedule",
 )  # fmt: skip
-"""Fields and sections that may change between two parts of a run, but hardly by accident."""
+"""Fields and sections that may change when a run continues, but probably not by accident."""
 MEANING = ("model.norm_eps",)
-"""Those that matter for weights alone; `_scale_changes` is another."""
+"""Those that matter when only weights are loaded; see also `_scale_changes`."""
 
 
 def complete(cfg: RunConfig) -> RunConfig:
@@ -57,7 +57,7 @@ def complete(cfg: RunConfig) -> RunConfig:
 
 
 def _refuse_what_cannot_fit(cfg: RunConfig, method: Method, world_size: int, machine: Machine) -> None:
-    """UserError for a model whose weights, gradients and optimizer state alone are more than the machine's memory."""
+    """UserError for a model whose weights, gradients and optimizer state alone exceed the machine's memory."""
     import torch
 
     from megaponder.plan.memory import GIB, rank_memory
@@ -72,13 +72,13 @@ def _refuse_what_cannot_fit(cfg: RunConfig, method: Method, world_size: int, mac
     if need > room:
         raise UserError(
             f"The model does not fit: its weights, gradients and optimizer state take {need / GIB:,.1f} GiB of the "
-            f"{room / GIB:,.1f} GiB of {where}; take a smaller one, or spread it over more processes with "
+            f"{room / GIB:,.1f} GiB of {where}; use a smaller one, or spread it over more processes with "
             "parallel.tensor, parallel.pipeline or parallel.distributed_optimizer (see megaponder plan)."
         )
 
 
 def refuse_different_ranks(cfg: RunConfig) -> None:
-    """ConfigError, on all ranks, if one of them was started with another configuration.  A collective."""
+    """ConfigError, on all ranks, if one of them was started with a different configuration.  A collective."""
     import torch.distributed as dist
 
     found: list[dict[str, Any]] = [{}] * dist.get_world_size()
@@ -86,12 +86,12 @@ def refuse_different_ranks(cfg: RunConfig) -> None:
     for rank, other in enumerate(found):
         for name, value in other.items():
             if value != found[0][name]:
-                rule = f"rank {rank} has this, and rank 0 has {found[0][name]!r}"
-                raise ConfigError(name, value, rule, "give all ranks the same configuration")
+                rule = f"rank {rank} has this value, but rank 0 has {found[0][name]!r}"
+                raise ConfigError(name, value, rule, "start all ranks with the same configuration")
 
 
 def patience(cfg: RunConfig) -> tuple[float, float]:
-    """Seconds without progress after which a stalled rank is named, and after which a dead one is no longer awaited.
+    """Seconds without progress after which a stalled rank is named, and after which a dead one is given up.
 
     The second ends just before the process groups' time-out, whose own messages name no rank.
     """
@@ -101,9 +101,9 @@ def patience(cfg: RunConfig) -> tuple[float, float]:
 
 
 def refuse_other_model(cfg: RunConfig, checkpoint: Path, weights_only: bool = False) -> list[str]:
-    """ConfigError if the checkpoint is of another model; returns warnings.
+    """ConfigError if the checkpoint belongs to a different model; returns warnings.
 
-    Weights alone may go to another method and another padding of the vocabulary.
+    If only weights are loaded, the method and the padding of the vocabulary may differ.
     """
     saved = load_saved_config(checkpoint)
     for name in IDENTITY:
@@ -112,7 +112,7 @@ def refuse_other_model(cfg: RunConfig, checkpoint: Path, weights_only: bool = Fa
             rule = f"checkpoint {checkpoint} was trained with {then!r}"
             raise ConfigError(name, now, rule, "use that" if weights_only else "use that, or a new run folder")
     changes = [
-        f"Warning: {name} was {then!r} up to this checkpoint and is {now!r} from here."
+        f"Warning: {name} was {then!r} up to this checkpoint and is {now!r} from here on."
         for watched in (MEANING if weights_only else WATCHED)
         for name, then, now in _changes(watched, value_of(saved, watched), value_of(cfg, watched))
         if name != "train.steps" or cfg.train.tokens is None  # else they follow from it
@@ -121,14 +121,15 @@ def refuse_other_model(cfg: RunConfig, checkpoint: Path, weights_only: bool = Fa
 
 
 def _scale_changes(saved: RunConfig, cfg: RunConfig) -> list[str]:
-    """A warning if embeddings get another factor: `auto` depends on the method, so the field alone does not tell."""
+    """A warning if the factor on embeddings changes: `auto` depends on the method, so comparing the field is not
+    enough."""
     from megaponder.ponder.settings import embedding_scale, method_of
 
     then, now = (embedding_scale(c, method_of(c)) for c in (saved, cfg))
     if then == now:
         return []
     return [
-        f"Warning: embeddings were multiplied by {then:.6g} up to this checkpoint and are by {now:.6g} from here "
+        f"Warning: embeddings were multiplied by {then:.6g} up to this checkpoint, and by {now:.6g} from here on "
         "(model.embedding_scale)."
     ]
 
@@ -143,7 +144,7 @@ def _changes(name: str, then: object, now: object) -> Iterator[tuple[str, object
 
 
 def costs(cfg: RunConfig, method: Method, devices: int) -> Costs:
-    """FLOPs per token, and the device's peak where it is known."""
+    """FLOPs per token, and the device's peak if known."""
     import torch
 
     from megaponder.plan import flops
@@ -158,7 +159,7 @@ def costs(cfg: RunConfig, method: Method, devices: int) -> Costs:
 
 
 def graphs_that_fit(cfg: RunConfig, method: Method, device: torch.device, world_size: int) -> RunConfig:
-    """With `precision.cuda_graphs: auto` as false where the plan says that captured passes do not fit on this GPU."""
+    """`precision.cuda_graphs: auto` becomes false if the plan says that captured passes do not fit on this GPU."""
     import torch
 
     if device.type != "cuda":

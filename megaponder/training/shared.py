@@ -1,6 +1,6 @@
-"""Whether the run folder is one folder on all nodes: the first rank leaves a token in it, and every rank reads it back.
+"""Whether all nodes share the run folder: the first rank writes a token into it, and every rank reads it back.
 
-Without that, ranks on two nodes would write halves of checkpoints that nobody can load.
+Otherwise ranks on two nodes would write partial checkpoints that cannot be loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def places(run: Path) -> list[Path]:
 
 
 def leave_token(folders: list[Path]) -> str:
-    """Write a new word into a file of each folder; what killed starts have left there goes."""
+    """Write a new token into a file in each folder; tokens left by killed starts are removed."""
     word = secrets.token_hex(8)
     for folder in folders:
         for old in folder.glob(f"{_TOKEN}*"):
@@ -39,23 +39,23 @@ def take_token(word: str, folders: list[Path]) -> None:
 
 
 def without_token(word: str, folders: list[Path]) -> str | None:
-    """The first of these folders in which this process does not find the token, as words that follow a name."""
+    """The first of these folders in which this process does not find the token, as words that follow a rank's name."""
     for folder in folders:
         try:
-            list(folder.iterdir())  # a client of NFS asks the server again when a folder is opened
+            list(folder.iterdir())  # an NFS client queries the server again when a folder is opened
             if (folder / f"{_TOKEN}{word}").read_text() == word:
                 continue
         except OSError:
             pass
         return (
-            f"does not see what rank 0 has just written into the folder {folder}; put the run on a file system that "
+            f"does not see what rank 0 has just written to the folder {folder}; put the run on a file system that "
             "all nodes share"
         )
     return None
 
 
 def prove_shared(run: Path) -> None:
-    """UserError on all ranks, naming rank and host, unless the run folder and its checkpoints are one for all of them.
+    """UserError on all ranks, naming rank and host, unless all of them share the run folder and its checkpoints.
 
     A collective; the run folder exists on rank 0.
     """

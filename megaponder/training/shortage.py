@@ -1,4 +1,4 @@
-"""Descriptors, processes and threads that run out: refused at the start, and worth another start in mid-run."""
+"""Descriptors, processes and threads that run out: an error at the start, but worth a restart later in a run."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ NEEDED = 256
 """Descriptors that a process of a small run may need: libraries, connections to other ranks, data, checkpoints."""
 WANTED = 1 << 16
 LEAST_MEMORY = 1 << 30
-"""Bytes of address space that the libraries of a run on the CPU alone take."""
+"""Bytes of address space that a CPU run's libraries alone take."""
 _SIGNS = tuple(os.strerror(code) for code in (errno.EMFILE, errno.ENFILE, errno.EAGAIN))
 
 
 def check_limits() -> None:
-    """Raise this process's limit of descriptors as far as it may, up to `WANTED`; UserError for limits too low."""
+    """Raise this process's limit of descriptors as far as allowed, up to `WANTED`; UserError if limits are too low."""
     room = resource.getrlimit(resource.RLIMIT_AS)[0]
     if room != resource.RLIM_INFINITY and room < LEAST_MEMORY:
         raise UserError(
             f"ulimit -v = {room >> 10}: the libraries of a run need at least {LEAST_MEMORY >> 10} KiB, on a GPU many "
-            "times as much; take the limit away."
+            "times as much; remove the limit."
         )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
@@ -41,7 +41,7 @@ def check_limits() -> None:
 
 
 class RanOutError(UserError):
-    """Steps were done, then something of the node ran out that other programs use, too: starting again may help."""
+    """After some steps, a resource of the node that other programs use too ran out: restarting may help."""
 
     exit_code = LOST
 
@@ -56,9 +56,9 @@ class Start:
 
 @contextmanager
 def worth_another_start() -> Iterator[Start]:
-    """What runs out once a start has done a step ends it with a code that Slurm requeues.
+    """A resource that runs out after the first step ends the run with a code that Slurm requeues.
 
-    A start that has done none would end the same way the next time.
+    Before the first step, a restart would end the same way.
     """
     start = Start()
     try:
@@ -66,7 +66,7 @@ def worth_another_start() -> Iterator[Start]:
     except Exception as error:
         words = shortage(error)
         if words is None and isinstance(error, UserError) and any(sign in str(error) for sign in _SIGNS):
-            words = str(error)  # a checkpoint that could not be written says it in its own sentence
+            words = str(error)  # a checkpoint that could not be written has its own sentence
         if words is None or not start.has_worked():
             raise
         raise RanOutError(words) from error

@@ -1,4 +1,4 @@
-"""The parts of megatron-core's `optimizer.step()`, apart, so that a decision can be made between norm and update."""
+"""The parts of megatron-core's `optimizer.step()`, separated so that a decision can be made between norm and update."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def update(optimizer: MegatronOptimizer, norm: float) -> None:
 
 @contextmanager
 def whole_parameters(engine: Engine) -> Iterator[None]:
-    """All parameters are up to date inside: with overlap_param_gather they arrive only during the next forward."""
+    """All parameters are up to date inside: with overlap_param_gather they otherwise arrive during the next forward."""
     if not engine.ddp.ddp_config.overlap_param_gather:
         yield
         return

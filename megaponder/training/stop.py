@@ -1,10 +1,10 @@
-"""Stopping on request: signals and files ask for it, and all ranks act on the request at the same point.
+"""Stopping on request: signals and files request it, and all ranks act on the request at the same point.
 
-SIGUSR1, SIGUSR2       save, end with 75: start me again (the batch system's sign that the time is nearly over)
-SIGTERM                save, end with 143: whoever sent it decides what comes next
+SIGUSR1, SIGUSR2       save, end with 75: restart me (the batch system announces the end of the time limit)
+SIGTERM                save, end with 143: the sender decides what comes next
 SIGINT                 save, end with 130; a second one ends at once
 file <run>/STOP        save, end with 0, and remove the file
-file $MEGAPONDER_REQUEUE_FILE   as SIGUSR1: for launchers that pass no signals on, as torchrun with SIGUSR1
+file $MEGAPONDER_REQUEUE_FILE   as SIGUSR1: for launchers that do not forward it, such as torchrun
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from megaponder.training import early_signals
 T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 STOP_FILE, REQUEUE_FILE, UNREADABLE = 101, 102, 103
-"""Beyond the numbers of all signals.  Data that cannot be read stop a run, too, and matter most."""
+"""Larger than all signal numbers.  Data that cannot be read also stop a run, and take precedence."""
 EXIT_CODES = {
     signal.SIGUSR1: REQUEUE, signal.SIGUSR2: REQUEUE, REQUEUE_FILE: REQUEUE,
     signal.SIGTERM: 143, signal.SIGINT: 130, STOP_FILE: 0,
 }  # fmt: skip
 POLL = 0.5
-"""Seconds between looks at the files while data are awaited."""
+"""Seconds between checks of the files while waiting for data."""
 
 
 class StopFlag:
@@ -62,18 +62,18 @@ class StopFlag:
         self.caught = number
 
     def asked(self) -> int:
-        """What this rank knows of: the signal that it has caught or the number of a file, 0 if nothing."""
+        """This rank's request: the signal it has caught or the number of a file, 0 if none."""
         return self.caught or next((number for number, path in self.files.items() if path.exists()), 0)
 
     def agreed(self) -> int:
-        """What any rank knows of: a collective, the same answer on every rank.  One rank a node looks for the files."""
+        """Any rank's request: a collective, the same answer on every rank.  One rank per node checks the files."""
         mine = self.asked() if self._looks else self.caught
         return largest(mine, self.device)
 
     def wait(self, future: Future[T]) -> T | None:
-        """The future's result, or None if a request to stop comes before it, or a UserError instead of it.
+        """The future's result, or None if a request to stop or a UserError comes first.
 
-        `agreed` will then be true on all ranks.  Storage can stall for longer than a preempted job is given.
+        `agreed` will then be true on all ranks.  Storage can stall for longer than a preempted job has left.
         """
         while not wait([future], timeout=POLL).done:
             if number := self.asked():
@@ -81,7 +81,7 @@ class StopFlag:
                 return None
         try:
             return future.result()
-        except UserError as error:  # the others are to hear of it, and what was trained is to be saved
+        except UserError as error:  # the others must be told, and the progress must be saved
             self.caught, self._unreadable = UNREADABLE, str(error)
             return None
 
@@ -92,7 +92,7 @@ class StopFlag:
         return UserError(f"{saved}; {said.who} says: {said.value}")
 
     def clear(self) -> None:
-        """Remove the stop file that was obeyed, so that the next start goes on.  One rank calls this."""
+        """Remove the stop file that was obeyed, so that the next start continues.  One rank calls this."""
         self.files[STOP_FILE].unlink(missing_ok=True)
 
 

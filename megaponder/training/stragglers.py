@@ -1,8 +1,8 @@
-"""Which node is slower than the others: each rank's own time, exchanged where a row is written.
+"""Which node is slower than the others: each rank's own time, exchanged when a row is written.
 
 In synchronous training every rank needs the same time for a step, because it waits for the slowest.  A rank's own time
 is what it needs before it first waits for its data-parallel peers: reading its data, and forward and backward up to the
-reduction of gradients.  Ranks of one pipeline or tensor group wait for each other inside it, so they are slow together.
+reduction of gradients.  Ranks of one pipeline or tensor group wait for each other, so they are slow together.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 
 class Stragglers:
-    """Sums this rank's own time and compares the means of all nodes, or of all ranks where there is one node."""
+    """Sums this rank's own time and compares the means of all nodes, or of all ranks if there is only one node."""
 
     def __init__(self, ratio: float, device: torch.device):
         self.ratio, self.device = ratio, device
@@ -26,7 +26,7 @@ class Stragglers:
         self.places = [host if several else f"rank {rank}" for rank, host in enumerate(hosts)]
         self._seconds, self._steps = [0.0, 0.0], 0
         self._slow: str | None = None
-        """The place that was slow at the report before: one report alone may be chance."""
+        """The node or rank that was slow at the previous report: a single report may be chance."""
 
     def stepped(self, data: float, compute: float) -> None:
         """A step has ended: seconds that this rank waited for its data, and seconds of its own computation."""
@@ -35,7 +35,7 @@ class Stragglers:
         self._steps += 1
 
     def report(self) -> tuple[dict[str, float], str | None]:
-        """Metrics of the row, and a sentence if a node is slow again; begins a new interval.  A collective."""
+        """Metrics of the row, and a sentence if a node is slow again; starts a new interval.  A collective."""
         mine = torch.tensor(self._seconds, dtype=torch.float64, device=self.device) / max(1, self._steps)
         self._seconds, self._steps = [0.0, 0.0], 0
         every = [torch.zeros_like(mine) for _ in self.places]
@@ -61,13 +61,13 @@ class Slowest:
     def sentence(self) -> str:
         """For the log."""
         return (
-            f"{self.place} is slow: {self.data + self.compute:.3g} s a step of its own (data {self.data:.3g}, compute "
-            f"{self.compute:.3g}), {self.slowdown:.2f} times the median of the others."
+            f"{self.place} is slow: {self.data + self.compute:.3g} s of its own per step (data {self.data:.3g}, "
+            f"compute {self.compute:.3g}), {self.slowdown:.2f} times the median of the others."
         )
 
 
 def slowest(places: list[str], seconds: list[list[float]]) -> Slowest | None:
-    """From (data, compute) seconds of every rank; a node is as slow as its slowest rank.  None: nothing to compare."""
+    """From every rank's seconds (data, compute); a node is as slow as its slowest rank.  None: nothing to compare."""
     by_place: dict[str, list[float]] = {}
     for place, own in zip(places, seconds, strict=True):
         by_place[place] = max(by_place.get(place, own), own, key=sum)

@@ -59,7 +59,7 @@ def test_layers(copy: Path) -> None:
     text = config.read_text()
     config.write_text(text.replace("num_layers: 2", "num_layers: 1000000000"))
     assert config.read_text() != text
-    with pytest.raises(UserError, match=r"config\.yaml has 1,000,000,000 layers, and there are 15 tensors"):
+    with pytest.raises(UserError, match=r"config\.yaml has 1,000,000,000 layers, but there are 15 tensors"):
         read_weights(copy)
 
 

@@ -150,7 +150,7 @@ def spoil_the_manifest(path: Path) -> None:
         (change_state(norms=[1e308]), "state.json is wrong: norms.0 = 1e+308: "),
         (change_state(losses=[1.0]), "state.json is not the state of a run (it has 1 losses and 0 norms)"),
         (change_state(contents={"masters": True, "layout": {"tensor": 0}}), "state.json is wrong: layout.tensor = 0: "),
-        (manifest_is_a_pipe, "manifest.json cannot be read (it is no file)"),
+        (manifest_is_a_pipe, "manifest.json cannot be read (it is not a regular file)"),
         (change_state(losses=["x"]), "state.json is wrong: losses.0 = 'x': "),
         (change_state(contents=[]), "state.json is not the state of a run (it has no contents)"),
         (lambda path: (path / "manifest.json").write_text("[" * 100_000), "manifest.json cannot be read"),
@@ -218,7 +218,7 @@ def test_a_run_folder_that_was_removed_does_not_come_back(tmp_path):
 def test_locate_explains_itself(tmp_path):
     with pytest.raises(UserError, match="There is no checkpoint or run folder"):
         locate(tmp_path / "nothing")
-    with pytest.raises(UserError, match="holds no whole checkpoint"):
+    with pytest.raises(UserError, match="contains no intact checkpoint"):
         locate(tmp_path)
 
 

@@ -75,7 +75,7 @@ def test_the_newest_whole_one_is_taken_and_the_last_whole_one_kept(
                 intact.append(int(path.name[5:]))
         lost = [p for p in folder.published(root).values() if p.is_symlink() and not p.exists()]
         if lost and max(intact) < int(lost[0].name[5:]):
-            with pytest.raises(UserError, match=r"is a link to .*, which is not there; bring that back"):
+            with pytest.raises(UserError, match=r"is a link to .*, which does not exist; restore the target"):
                 choose(root)
             continue
         chosen = choose(root).path
@@ -109,7 +109,9 @@ def content_or_none(path: Path) -> dict[str, bytes] | None:
 @pytest.mark.parametrize("name", ["checkpoints", "run"])
 def test_a_link_that_leads_nowhere_begins_nothing_anew(tmp_path: Path, name: str) -> None:
     (tmp_path / name).symlink_to(tmp_path / "not-mounted")
-    with pytest.raises(UserError, match=rf"{name} is a link to .*/not-mounted, which is not there; bring that back"):
+    with pytest.raises(
+        UserError, match=rf"{name} is a link to .*/not-mounted, which does not exist; restore the target"
+    ):
         files.refuse_lost_link(tmp_path / name)
 
 

@@ -179,7 +179,7 @@ def test_what_is_in_the_way_is_named(tmp_path: Path, capsys: pytest.CaptureFixtu
     for suffix in (".bin", ".json"):
         (tmp_path / f"out{suffix}").mkdir()
         words = refused(["prepare", str(text), "--tokenizer", "bytes", "--output", str(output), "--overwrite"], capsys)
-        assert f"{output}{suffix}: a folder is where a file should be" in words
+        assert f"{output}{suffix}: there is a folder where a file should be" in words
         (tmp_path / f"out{suffix}").rmdir()
 
 
@@ -198,7 +198,7 @@ def test_what_is_in_the_way_of_a_run_is_named(tmp_path: Path, name: str, is_fold
     )
     command = [sys.executable, "-m", "megaponder", "train", str(tmp_path / "own.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    expected = "a folder is where a file should be" if is_folder else "a file is where a folder should be"
+    expected = "there is a folder where a file should be" if is_folder else "there is a file where a folder should be"
     assert done.returncode == 2, done.stderr
     assert f"error: {way}: {expected}; move it away" in done.stderr and "Traceback" not in done.stderr
 

@@ -36,7 +36,7 @@ def test_a_feature_beats_the_family() -> None:
 def test_a_family_cannot_be_put_on_a_resolved_file(tmp_path: Path) -> None:
     dump(config(model__preset="llama-125m"), tmp_path / "config.yaml")
     assert load_config(tmp_path / "config.yaml", ["--model.family", "llama"]).model.family == "llama"
-    with pytest.raises(ConfigError, match="gives every feature itself, which beats a family"):
+    with pytest.raises(ConfigError, match="sets every feature, which overrides a family"):
         load_config(tmp_path / "config.yaml", ["--model.family", "gpt2"])
 
 

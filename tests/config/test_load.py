@@ -68,9 +68,9 @@ def test_paths_on_the_command_line_are_what_they_are(tmp_path: Path) -> None:
 def test_text_is_unicode(tmp_path: Path) -> None:
     """JSON writes what lies beyond 16 bits as two halves; alone they are no text."""
     assert load_config(write(tmp_path, r'run: "x\ud83d\ude00"'), []).run == "x\U0001f600"
-    assert "not Unicode" in str(refusal(tmp_path, r'run: "x\ud83d"'))
-    assert "not Unicode" in str(refusal(tmp_path, r'data: {train: ["x\ude00\ud83d"]}'))
-    assert "not Unicode" in str(refusal(tmp_path, "", "--run", "x\udcff"))
+    assert "not valid Unicode" in str(refusal(tmp_path, r'run: "x\ud83d"'))
+    assert "not valid Unicode" in str(refusal(tmp_path, r'data: {train: ["x\ude00\ud83d"]}'))
+    assert "not valid Unicode" in str(refusal(tmp_path, "", "--run", "x\udcff"))
 
 
 def test_a_pipe_with_a_name_is_not_waited_for(tmp_path: Path) -> None:
@@ -156,12 +156,12 @@ def test_refusals_name_field_value_rule_and_what_is_legal(tmp_path: Path, text: 
         ("a: b: c", "not YAML (line 1, column 5"),
         ("train: {steps: 3, steps: 4}", 'duplicate key "steps");'),
         ("train: [", "not YAML (line 1"),
-        ("- 3", "it must hold sections"),
+        ("- 3", "it must contain sections"),
         ("ponder: &p {method: loop, options: *p}", "Circular reference"),
         ("[" * 5000, "it nests too deep"),
         ("train: {steps: " + "1" * 5000 + "}", "Exceeds the limit"),
         ('run: "a\\0b"', "run = 'a\\x00b': no text may hold a null character"),
-        ("just text", "it must hold sections"),
+        ("just text", "it must contain sections"),
     ],
 )
 def test_bad_yaml_is_placed(tmp_path: Path, text: str, words: str) -> None:
@@ -176,7 +176,7 @@ def test_bad_yaml_is_placed(tmp_path: Path, text: str, words: str) -> None:
         (["--model", "3"], "this is a section, not a field"),
         (["--precision.params", "fp32"], "the fields of precision are: --precision.dtype, --precision.fp8,"),
         (["--train.steps", "3", "4"], "it takes one value"),
-        (["3"], "a value without a field"),
+        (["3"], "this value has no field"),
         (["--train.steps", "x"], "train.steps = 'x': it must be an integer"),
         (["--train.steps", "[1"], "--train.steps = '[1': not YAML"),
     ],
@@ -195,11 +195,11 @@ def test_aliases_and_sizes_are_bounded(tmp_path: Path) -> None:
         lines = [f"a0: &a0 {row}"]
         lines += [f"a{i}: &a{i} {use.format(f'*a{i - 1}')}" for i in range(1, 9 if row[0] == "[" else 30)]
         error = refusal(tmp_path, "\n".join([*lines, "run: runs/bomb"]))
-        assert "its aliases unfold to" in str(error) and "200,000 are the most" in str(error)
+        assert "its aliases expand to" in str(error) and "at most 200,000 are allowed" in str(error)
     bomb = "[&a [1,1,1,1,1,1,1,1,1,1]" + "".join(
         f",&{c} [{','.join('*' + b for _ in range(10))}]" for b, c in pairs("abcdefg")
     )
-    assert "its aliases unfold to" in str(refusal(tmp_path, "", "--data.train", bomb + "]"))
+    assert "its aliases expand to" in str(refusal(tmp_path, "", "--data.train", bomb + "]"))
     assert "it is larger than 2,097,152 bytes" in str(refusal(tmp_path, "#" * (1 << 22)))
     with (tmp_path / "run.yaml").open("r+b") as file:
         file.truncate(1 << 40)
@@ -235,7 +235,7 @@ def test_missing_files_name_their_neighbours(tmp_path: Path) -> None:
 def test_a_preset_cannot_be_put_on_a_resolved_file(tmp_path: Path) -> None:
     cfg = resolve(from_mapping({"model": {"preset": "llama-125m"}, "train": {"steps": 1}}))
     dump(cfg, tmp_path / "config.yaml")
-    with pytest.raises(ConfigError, match="beats a preset"):
+    with pytest.raises(ConfigError, match="overrides a preset"):
         load_config(tmp_path / "config.yaml", ["--model.preset", "llama-410m"])
 
 

@@ -67,7 +67,7 @@ def test_a_flipped_bit_is_found(options: PrepareOptions, suffix: str) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    with pytest.raises(UserError, match=rf"set\{suffix}: .*(changed since it was written|damaged)"):
+    with pytest.raises(UserError, match=rf"set\{suffix}: .*(changed after it was written|damaged)"):
         audit([options.output])
 
 

@@ -27,9 +27,9 @@ def test_sources_of_weight_0_are_not_read() -> None:
 @pytest.mark.parametrize(
     ("items", "says"),
     [
-        ([0.3, "a", "b"], "alternates weight and path"),
-        (["a", 0.3], "alternates weight and path"),
-        ([0.3, 0.7, "a", "b"], "alternates weight and path"),
+        ([0.3, "a", "b"], "alternating weights and paths"),
+        (["a", 0.3], "alternating weights and paths"),
+        ([0.3, 0.7, "a", "b"], "alternating weights and paths"),
         ([0.0, "a"], "all its weights are 0"),
         ([-1, "a"], "must be a finite number of at least 0"),
         (["nan", "a"], "must be a finite number of at least 0"),

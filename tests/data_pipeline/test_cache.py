@@ -110,5 +110,5 @@ def test_second_publisher_takes_what_is_there(tmp_path: Path, monkeypatch: pytes
 
 def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"file.*set data\.cache elsewhere"):
+    with pytest.raises(UserError, match=r"file.*set data\.cache to another folder"):
         cached_arrays(tmp_path / "file" / "cache", "k", ("a",), _build)

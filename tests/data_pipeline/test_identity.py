@@ -160,7 +160,7 @@ def test_more_files_than_a_process_may_open(prefix: str, tmp_path: Path, monkeyp
         assert len([CheckedFile(f"{prefix}.bin") for _ in range(100)]) == 100
         monkeypatch.setattr(checked.resource, "getrlimit", lambda _: (60, 60))
         resource.setrlimit(resource.RLIMIT_NOFILE, (60, limits[1]))
-        with pytest.raises(UserError, match=r"may open no more than 60 files.*ulimit -Hn"):
+        with pytest.raises(UserError, match=r"may open at most 60 files.*ulimit -Hn"):
             [CheckedFile(f"{prefix}.bin") for _ in range(100)]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

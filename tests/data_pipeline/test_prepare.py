@@ -147,7 +147,7 @@ def test_existing_datasets_are_kept(options: PrepareOptions) -> None:
 
 def test_nothing_in_it(options: PrepareOptions, tmp_path: Path) -> None:
     empty = str(jsonl(tmp_path / "empty.jsonl", ["", ""]))
-    with pytest.raises(UserError, match="no document with any token"):
+    with pytest.raises(UserError, match="no document contains any token"):
         prepare(replace(options, inputs=[empty]))
     assert list(Path(options.output).parent.iterdir()) == []
 

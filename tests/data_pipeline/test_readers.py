@@ -215,7 +215,7 @@ def test_inputs(tmp_path: Path) -> None:
     assert [p.name for p in list_inputs([str(tmp_path)])] == ["b.jsonl", "c.jsonl.zst", "z.txt"]
     with pytest.raises(UserError, match="named twice"):
         list_inputs([str(tmp_path), str(tmp_path / "z.txt")])
-    with pytest.raises(UserError, match="form of this file"):
+    with pytest.raises(UserError, match="does not tell its format"):
         list_inputs([str(tmp_path / "d.tar.gz")])
     os.mkfifo(tmp_path / "pipe.jsonl")
     with pytest.raises(UserError, match=r"pipe\.jsonl is a pipe or a device"):

@@ -200,7 +200,7 @@ def test_mistakes(blend: RunConfig, tmp_path: Path) -> None:
         stream.micro_batches(0, 8, 2, 0, 1)
     (tmp_path / "file").write_text("")
     blend.data.cache = str(tmp_path / "file")
-    with pytest.raises(UserError, match=r"set data\.cache elsewhere"):
+    with pytest.raises(UserError, match=r"set data\.cache to another folder"):
         build_streams(blend, 20, 0)
 
 

@@ -189,7 +189,7 @@ def test_shards_do_not_leave_the_folder(folder: Path) -> None:
     for name in ("../elsewhere/deep/model.safetensors", str(other / "model.safetensors"), "..", "", "a\0b", "sub/x"):
         index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, name)}))
         for use in uses(folder):
-            with pytest.raises(UserError, match=r"is no file of this folder|sub/x"):
+            with pytest.raises(UserError, match=r"is not a file of this folder|sub/x"):
                 use()
     index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "part.safetensors")}))
     uses(folder)[0]()

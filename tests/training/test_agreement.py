@@ -71,8 +71,8 @@ HERE = socket.gethostname()
         ("other-disk", f"rank 1 on node2 finds that its manifest.json is another one, rank 0 on {HERE} does not"),
         ("lost-shard", "is not the same on all ranks: rank 1 on node2 finds that __0_0.distcp is missing"),
         ("load", "is not the same on all ranks: rank 1 on node2 finds that its manifest.json is another one"),
-        ("private-run", "rank 1 on node2 does not see what rank 0 has just written into the folder"),
-        ("private-checkpoints", "rank 1 on node2 does not see what rank 0 has just written into the folder"),
+        ("private-run", "rank 1 on node2 does not see what rank 0 has just written to the folder"),
+        ("private-checkpoints", "rank 1 on node2 does not see what rank 0 has just written to the folder"),
     ],
 )
 def test_what_stays_different_ends_the_start(base: Base, nodes: Any, name: str, words: str) -> None:
@@ -98,7 +98,7 @@ def test_what_stays_different_ends_the_start(base: Base, nodes: Any, name: str, 
 def test_a_save_that_is_not_read_back_costs_no_older_checkpoint(base: Base, nodes: Any, name: str, words: str) -> None:
     sentence = nodes[0][0][name]
     assert sentence.startswith("2: The checkpoint could not be written to ") and words in sentence
-    assert "full disk" not in sentence and "earlier ones, if any, are whole" in sentence
+    assert "full disk" not in sentence and "earlier ones, if any, are intact" in sentence
     assert "The checkpoint could not be written" in nodes[0][1][name]
     root = base.root / name / "checkpoints"
     assert list(folder.published(root)) == [6, 3] and all(damage(p) is None for p in folder.published(root).values())
@@ -114,5 +114,5 @@ def test_an_older_checkpoint_goes_once_the_newer_one_is_read_back(base: Base, no
 def test_the_preflight_sees_a_run_folder_that_is_not_shared(base: Base, nodes: Any) -> None:
     well, unshared = agreed(nodes, "preflights")
     assert well is None
-    assert unshared.startswith("Rank 1 on node2 does not see what rank 0 has just written into the folder")
+    assert unshared.startswith("Rank 1 on node2 does not see what rank 0 has just written to the folder")
     assert not list((base.root / "private-run").rglob(".token-*"))

@@ -65,7 +65,7 @@ def test_imported_weights_start_methods_with_parameters_of_their_own(imported: P
     run("run_many", 2, jobs=[job(imported, f"{n}-pp2", n, parallel__pipeline=2) for n in OWN])
     for name, own in OWN.items():
         names = ", ".join(f"{METHOD}{n}" for n in own)
-        assert f"; new, with fresh values: {names}.\n" in output
+        assert f"; newly initialised: {names}.\n" in output
         np.testing.assert_allclose(  # fresh values do not depend on the layout
             tensors(imported / f"{name}-pp2", 1)[f"{METHOD}{own[-1]}"],
             tensors(imported / name, 1)[f"{METHOD}{own[-1]}"], RTOL, ATOL,
@@ -79,7 +79,7 @@ def test_an_imported_run_folder_points_to_load(imported: Path):
     (found,), _ = run("refusals", 1, jobs=jobs)
     for sentence in found:
         assert "weights without optimizer state" in sentence
-        assert f"in another run folder, with --checkpoint.load {imported / 'imported'}." in sentence
+        assert f"start a run in another folder from it, with --checkpoint.load {imported / 'imported'}." in sentence
     assert not (imported / "imported" / "lock.json").exists()
 
 

@@ -71,7 +71,7 @@ def test_a_rolled_back_run_is_one_that_never_failed(base: Base, one: Any) -> Non
 def test_the_data_of_skipped_steps_are_left_out(base: Base, one: Any) -> None:
     results, texts = one
     assert results["left-out"] == 0
-    assert "sequences 16 to 23 are left out from now on" in texts["left-out"]
+    assert "sequences 16 to 23 are skipped from now on" in texts["left-out"]
     rows = base.rows("one/left-out")  # the later start, which went through the window once more
     assert [rows[s]["sequences"] for s in (4, 5, 8)] == [16, 28, 40]
     assert rows[4]["loss"] == base.rows()[4]["loss"]
@@ -116,7 +116,7 @@ def test_the_stop_file_saves_and_is_removed(base: Base, one: Any) -> None:
 
 def test_a_full_disk_is_a_sentence(base: Base, one: Any) -> None:
     assert "The checkpoint could not be written to" in one[0]["full-disk"], one
-    assert "earlier ones, if any, are whole" in one[0]["full-disk"] and "Traceback" not in one[1]["full-disk"]
+    assert "earlier ones, if any, are intact" in one[0]["full-disk"] and "Traceback" not in one[1]["full-disk"]
     assert " GB are free there" in one[0]["full-disk"]
     assert ".distcp: File too large; " in one[0]["full-disk"], "PyTorch's own error names neither file nor reason"
     assert steps(base.root / "one" / "full-disk") == [3]
@@ -154,7 +154,7 @@ def test_the_rank_that_the_others_wait_for_is_named(base: Base, two: Any) -> Non
     assert events(base.root / "two" / "stalled")[-1]["step"] == 3  # a slow machine may stand still before that, too
 
 
-@pytest.mark.parametrize(("number", "words"), [(signal.SIGSTOP, "no sign of life for"), (signal.SIGKILL, "has ended")])
+@pytest.mark.parametrize(("number", "words"), [(signal.SIGSTOP, "has not reported for"), (signal.SIGKILL, "has ended")])
 def test_a_lost_rank_ends_the_others_with_a_sentence(base: Base, number: int, words: str) -> None:
     path = base.root / f"lost-{number}"
     job = {"run": str(path), "data": base.data, "train__steps": 100_000, "train__eval_batches": 0}
@@ -177,7 +177,7 @@ def test_a_lost_rank_ends_the_others_with_a_sentence(base: Base, number: int, wo
 
 @pytest.mark.parametrize(
     ("fault", "words"),
-    [("left out", "rank 1 on "), ("late", "all 2 ranks are in forward_backward of step 3 and show signs of life")],
+    [("left out", "rank 1 on "), ("late", "all 2 ranks are in forward_backward of step 3 and alive")],
 )
 def test_a_collective_that_one_rank_does_not_enter(base: Base, fault: str, words: str) -> None:
     """Left out, the next one does not match and gloo ends that rank; late, the process group's time-out ends all."""
@@ -224,7 +224,7 @@ def test_stragglers_by_node() -> None:
     assert slowest(["a"], [[9.0, 9.0]]) is None
     found = slowest(places, [*even[:3], [2.1, 1.0], *even[4:]])
     assert found is not None and found.slowdown == pytest.approx(3.1 / 1.1)
-    assert found.sentence().startswith("b is slow: 3.1 s a step of its own (data 2.1, compute 1), 2.82 times")
+    assert found.sentence().startswith("b is slow: 3.1 s of its own per step (data 2.1, compute 1), 2.82 times")
 
 
 def test_the_record_is_plain_json(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_process_groups_that_do_not_end_are_left(base: Base) -> None:
     workers = Workers(f"{HERE}:never_leaves", 2, job)
     try:
         assert workers.join(120) == [0, 0]
-        assert all("the process groups did not end within" in workers.output(rank) for rank in range(2))
+        assert all("the process groups did not shut down within" in workers.output(rank) for rank in range(2))
     finally:
         workers.kill()
     assert steps(base.root / "never-leaves") == [2]

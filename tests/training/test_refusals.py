@@ -56,7 +56,7 @@ def test_sentences_of_resuming(base: Base):
     ]
     (found,), output = run("refusals", 1, jobs=jobs)
     assert output.count("Skipped checkpoint") == 0 and found[0].count("Skipped checkpoint") == 1
-    assert "is whole" in found[0] and "CRC-32 differs" in found[0] and "move them away" in found[0]
+    assert "is intact" in found[0] and "CRC-32 differs" in found[0] and "move them away" in found[0]
     assert found[1].startswith("checkpoint.resume = 'must'")
     assert found[2].startswith("checkpoint.resume = 'never'") and "earlier run" in found[2]
     assert found[3].startswith("model.ffn_size = 64")
@@ -102,7 +102,7 @@ def test_ranks_with_different_configurations_are_refused(base: Base):
     found, _ = run("refusal_of_different_ranks", 2, run=str(base.root / "different"), data=base.data)
     assert found[0] == found[1]
     for sentence, field in zip(found[0], ("optimizer.lr = 0.5", "train.steps = 4", "ponder.options = "), strict=True):
-        assert sentence.startswith(field) and "rank 1 has this, and rank 0 has" in sentence
+        assert sentence.startswith(field) and "rank 1 has this value, but rank 0 has" in sentence
     assert not (base.root / "different" / "metrics.jsonl").exists()
 
 
@@ -160,9 +160,9 @@ def test_what_was_moved_and_linked_back_works_or_is_refused(base: Base):
     said = dict(zip(jobs, found, strict=True))
     assert said["work"] == "" and base.rows("links-work")[8]["loss"] == base.rows()[8]["loss"]
     assert [p.name for p in (root / "second-disk").iterdir()] == ["step_00000008"] and (root / "third-disk").is_dir()
-    assert said["data"] == "" and "another one than" not in output
+    assert said["data"] == "" and "differs from the one" not in output
     for name, path in (("run", ""), ("checkpoints", "/checkpoints"), ("step", "/checkpoints/step_00000006")):
         assert f"{root}/links-{name}{path}" in said[name] and f"a link to {root}/unmounted-{name}" in said[name], said
-        assert "which is not there; bring that back" in said[name]
+        assert "which does not exist; restore the target" in said[name]
     assert list(folder.published(root / "links-step" / "checkpoints")) == [6, 3]
     assert said["newer"].startswith(f"{config}: model.windows = 3: there is no such field")

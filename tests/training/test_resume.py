@@ -226,7 +226,7 @@ def test_another_path_is_told_and_another_dataset_under_it_is_refused(base: Base
         shutil.copy(path, data)
     job |= {"data": str(data), "checkpoint__every": 0}
     _, output = run("run_train", 1, **job | {"train__steps": 4})
-    assert "another one than" not in output and "Warning: data.train was" in output  # another path
+    assert "differs from the one" not in output and "Warning: data.train was" in output  # another path
     datasets.write(data / "train", tokens=12 * 16 + 1, seed=9)
     (found,), _ = run("refusals", 1, jobs=[job | {"train__steps": 5}])
     assert (
@@ -235,10 +235,10 @@ def test_another_path_is_told_and_another_dataset_under_it_is_refused(base: Base
     )
     job |= {"data__accept_changed": [f"{data}/train"]}
     _, output = run("run_train", 1, **job | {"train__steps": 5})
-    assert f"Warning: the dataset {data}/train is another one than up to this checkpoint" in output
+    assert f"Warning: the dataset {data}/train differs from the one used up to this checkpoint" in output
     assert f"dataset {data}/valid" not in output and "Warning: train.steps was 4 up to this checkpoint" in output
     _, output = run("run_train", 1, **job | {"train__steps": 5})
-    assert "There is nothing to do: the budget of 5 steps is spent, and 5 are done." in output
+    assert "There is nothing to do: 5 steps are done, which is the whole budget of 5." in output
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -101,15 +101,15 @@ def test_a_replaced_dataset_is_told_and_refused_later(base: Base, changed: Any) 
     assert (
         said.count("warning: The dataset ") == 1 and f"{path} was changed under this run: its size of .bin is" in said
     )
-    assert "the run goes on with the files that it has opened" in said and "(seen by rank 0 on " in said
+    assert "the run continues with the files it has opened" in said and "(seen by rank 0 on " in said
     np.testing.assert_allclose(losses(base, "replaced")[:8], losses(base, "whole"), atol=1e-4)
     told = [r for r in read(run / "faults.jsonl") if r["event"] == "data_changed"]
     assert [r["step"] for r in told] == [6, 8]
     sentence = agreed(changed, "replaced-again")
     assert sentence.startswith(f"The dataset {path} is not the one that checkpoint {run}/checkpoints/step_00000008 was")
-    assert sentence.endswith(f"go on with this one by data.accept_changed: [{path}].")
+    assert sentence.endswith(f"continue with this one by setting data.accept_changed: [{path}].")
     assert agreed(changed, "replaced-accepted") == 0 and agreed(changed, "replaced-ever-after") == 0
-    assert f"Warning: the dataset {path} is another one than up to this checkpoint (its size" in said
+    assert f"Warning: the dataset {path} differs from the one used up to this checkpoint (its size" in said
     stored = [load_state(folder.final(run / "checkpoints", step))[1].data[path] for step in (8, 10)]
     assert [s["bin_bytes"] for s in stored] == [386, 400], "each checkpoint names what it was trained on"
 
