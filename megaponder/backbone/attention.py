@@ -21,7 +21,7 @@ def _causal(rows_q: int, rows_k: int, device: torch.device) -> Tensor:
 
 
 GONE = -30000.0
-"""Logit of a key that does not exist: its probability is exactly 0 in every precision, and nothing is infinite."""
+"""Logit of a missing key: its probability is exactly 0 in every precision, without infinities."""
 EXTRA = 8
 """Head channels that carry a key bias; fused kernels want head sizes that are multiples of 8."""
 
@@ -32,7 +32,7 @@ def _bias_channels(dtype: torch.dtype) -> int:
 
 
 def widen_query(q: Tensor) -> Tensor:
-    """q with 8 more head channels, by which the keys of `widen_key` add their bias to the logits."""
+    """q with 8 more head channels, through which the keys of `widen_key` add their bias to the logits."""
     channels = _bias_channels(q.dtype)
     ones = torch.cat([q.new_ones(channels), q.new_zeros(EXTRA - channels)]).expand(*q.shape[:3], -1)
     return torch.cat([q, ones], -1)
@@ -41,8 +41,9 @@ def widen_query(q: Tensor) -> Tensor:
 def widen_key(k: Tensor, v: Tensor, key_bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """k and v with 8 more head channels: q' k'^T scale = q k^T scale + bias of the key; those of v are zeros.
 
-    A fused causal kernel then needs no bias and gives the bias its gradient.  In BF16 the bias is three BF16 values
-    whose sum is exact (a log-weight near -9 would otherwise be off by 0.03); only the largest carries the gradient.
+    A fused causal kernel then needs no bias input, and yet the bias gets its gradient.  In BF16 the bias is three BF16
+    values whose sum is exact (a log-weight near -9 would otherwise be off by 0.03); only the largest carries the
+    gradient.
     """
     rest, channels = key_bias.float() / scale, []
     for _ in range(_bias_channels(k.dtype)):
@@ -75,8 +76,8 @@ class SdpaCore(nn.Module):
     ) -> Tensor:
         """One softmax over several sets of keys of n rows each, causal in tokens within every set.
 
-        `alive` [n, b] per set is false at keys that do not exist; None: all do.  A row that sees no key at all gets
-        finite junk.
+        `alive` [n, b] per set is false at missing keys; None: all exist.  A row that sees no key gets arbitrary finite
+        values.
         """
         if fused_is_possible(q):
             return self._merged(q, keys, values, alive)
@@ -92,7 +93,7 @@ class SdpaCore(nn.Module):
     def _merged(
         self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], alive: Sequence[Tensor | None]
     ) -> Tensor:
-        """`merged` by one fused causal call per set; a key that does not exist gets a logit of -30000."""
+        """`merged` as one fused causal call per set; a missing key gets a logit of -30000."""
         d, scale = q.shape[-1], self.scale or q.shape[-1] ** -0.5
         ready = []
         for k, v, exists in zip(keys, values, alive, strict=True):

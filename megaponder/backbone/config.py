@@ -1,4 +1,4 @@
-"""From our model section to megatron-core's TransformerConfig."""
+"""From the model section to megatron-core's TransformerConfig."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def dtype_of(precision: PrecisionConfig) -> torch.dtype:
 
 
 def use_te(precision: PrecisionConfig) -> bool:
-    """Whether Transformer Engine's layers are used: on demand, or by `auto` where it is installed and a GPU is there.
+    """Whether Transformer Engine's layers are used: on request, or with `auto` if it is installed and there is a GPU.
 
-    `auto` leaves FP32 runs to PyTorch: Transformer Engine multiplies FP32 matrices in TF32 (gradients 1e-4 off).
+    `auto` keeps FP32 runs on PyTorch: Transformer Engine multiplies FP32 matrices in TF32 (gradients 1e-4 off).
     """
     if precision.implementation != "auto":
         return precision.implementation == "te"
@@ -31,11 +31,11 @@ def use_te(precision: PrecisionConfig) -> bool:
 
 
 def why_no_graphs(cfg: RunConfig) -> str:
-    """Reason for which passes of this run cannot be captured as CUDA graphs; empty if they can."""
+    """The reason why passes of this run cannot be captured as CUDA graphs; empty if they can."""
     if not torch.cuda.is_available():
         return "there is no GPU"
     if cfg.parallel.overlap_grad_reduce or cfg.parallel.overlap_param_gather:
-        return "overlapped communication is started by hooks, which a captured pass does not run"
+        return "overlapped communication is started by hooks, which captured passes do not run"
     return ""
 
 
@@ -54,9 +54,9 @@ def _has_apex_kernel() -> bool:
 
 
 def _grad_accum_fusion(cfg: RunConfig) -> bool:
-    """GEMMs that add weight gradients to the FP32 buffers: Transformer Engine's own, or NVIDIA apex's if it is there.
+    """GEMMs that add weight gradients to the FP32 buffers: Transformer Engine's own, or NVIDIA apex's if installed.
 
-    cuBLAS wants those buffers aligned, which they are with the distributed optimizer.
+    cuBLAS requires aligned buffers, which the distributed optimizer provides.
     """
     if cfg.precision.grad_accum_fusion != "auto":
         return bool(cfg.precision.grad_accum_fusion)
@@ -64,14 +64,14 @@ def _grad_accum_fusion(cfg: RunConfig) -> bool:
 
 
 def head_config(config: TransformerConfig) -> TransformerConfig:
-    """For megatron-core's own linear layer, which knows apex's kernel only."""
+    """For megatron-core's own linear layer, which only supports apex's kernel."""
     config = copy.copy(config)
     config.gradient_accumulation_fusion = config.gradient_accumulation_fusion and _has_apex_kernel()
     return config
 
 
 def deallocates(parallel: ParallelConfig) -> bool:
-    """Free a stage's output once it is sent: never on gloo, which may still be reading it (measured corruption)."""
+    """Free a stage's output once sent: never on gloo, which may still be reading it (corruption was observed)."""
     if parallel.deallocate_pipeline_outputs is None:
         return torch.cuda.is_available()
     return parallel.deallocate_pipeline_outputs
@@ -80,7 +80,7 @@ def deallocates(parallel: ParallelConfig) -> bool:
 def transformer_config(cfg: RunConfig) -> TransformerConfig:
     """megatron-core's view of a resolved run configuration."""
     m, par, dtype = cfg.model, cfg.parallel, dtype_of(cfg.precision)
-    no_init = lambda weight: None  # noqa: E731  weights are set by backbone.init, by name, the same in every layout
+    no_init = lambda weight: None  # noqa: E731  backbone.init sets weights by name, equal in every layout
     options: dict[str, Any] = dict(
         num_layers=m.num_layers,
         hidden_size=m.hidden_size,

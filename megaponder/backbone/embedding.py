@@ -39,10 +39,11 @@ class Embedding(MegatronModule):
             self.position_embeddings.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, ids_bs: Tensor, slots: int = 1, factor: float = 1.0) -> Tensor:
-        """Embeddings of ids [b, n*slots]; all slots of a token share its position; `factor` spares the positions."""
+        """Embeddings of ids [b, n*slots]; all slots of a token share its position; `factor` does not apply to
+        positions."""
         words = self.word_embeddings(ids_bs)
         if not self.config.sequence_parallel:
-            # rows in order: additions keep a transposed layout, and every norm and GEMM would copy its input
+            # contiguous rows: additions keep a transposed layout, and every norm and GEMM would copy its input
             words = words.transpose(0, 1).contiguous()
         if self.scale * factor != 1.0:
             words = words * (self.scale * factor)

@@ -1,6 +1,6 @@
-"""Initial weights by name: the same numbers in every layout, since each parameter has its own random stream.
+"""Initial weights by name: equal in every layout, since each parameter has its own random stream.
 
-The stream is seeded by (seed, global name); the whole matrix is drawn and every rank takes its rows, so a model at
+The stream is seeded by (seed, global name); the full matrix is drawn and every rank takes its rows, so a model at
 TP=4, PP=8 starts with exactly the weights of the same model in one process.
 """
 

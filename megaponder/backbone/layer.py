@@ -1,7 +1,7 @@
-"""One layer, made of the features of the model section: norms, attention, MLP, residuals.
+"""One layer, built from the features of the model section: norms, attention, MLP, residuals.
 
-megatron-core builds and shards the parameters, so checkpoints have its names; the forward pass is written here, with
-the attention hook of the pondering methods in its middle.
+megatron-core builds and shards the parameters, so checkpoints use its names; the forward pass is written here, with
+the attention hook of the pondering methods inside.
 
 Shapes: s rows, b micro-batch, H hidden, h heads of this rank, g key/value heads of this rank, d head size.
 """
@@ -37,10 +37,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {
 
 
 def layer_spec(model: ModelConfig, parts: Parts) -> ModuleSpec:
-    """What megatron-core builds of a layer: the parts that the features ask for."""
+    """What megatron-core builds for a layer: the parts that the features require."""
     norm, names = IdentityOp, {}
     if not parts.fused_norm:
-        # norms carry Transformer Engine's checkpoint names, so both kinds load each other's files
+        # norms use Transformer Engine's checkpoint names, so both implementations load each other's files
         norm = parts.norm
         names = {
             "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
@@ -72,7 +72,7 @@ def layer_spec(model: ModelConfig, parts: Parts) -> ModuleSpec:
 
 
 def _with_bias(linear: Any, bias: bool | None) -> Any:
-    """The class of a linear layer, with or without bias whatever megatron-core asks for: it has one answer for all."""
+    """The class of a linear layer, with or without bias whatever megatron-core requests: it has one setting for all."""
 
     class Linear(linear):
         def __init__(self, *args: Any, **options: Any):
@@ -102,7 +102,7 @@ _rotated = fused.one_kernel(fused.rotated)
 
 
 class PonderAttention(SelfAttention):
-    """megatron-core's self-attention with `attend(q, k, v, kept, core) -> (output, kept)` in its middle."""
+    """megatron-core's self-attention with `attend(q, k, v, kept, core) -> (output, kept)` inside."""
 
     def forward(
         self, x_sbh: Tensor, rotary: Tensor | None, attend: Attend, kept: Kept, reads: Reads | None = None
@@ -131,8 +131,8 @@ class PonderAttention(SelfAttention):
 class PonderLayer(TransformerLayer):
     """megatron-core's layer (its parameters, its checkpoint names) with the attention hook passed through.
 
-    Where Transformer Engine fuses the norms into the projections, `input_layernorm` and `pre_mlp_layernorm` are
-    identities and the same forward holds.
+    If Transformer Engine fuses the norms into the projections, `input_layernorm` and `pre_mlp_layernorm` are identities
+    and the same forward applies.
     """
 
     def __init__(self, *args: Any, model: ModelConfig, branch_norm: Any, **kwargs: Any):
@@ -164,7 +164,7 @@ class PonderLayer(TransformerLayer):
         return fused.add_biased_twice(x_sbh, attended, bias, inner, inner_bias), kept
 
     def _mlp(self, x_sbh: Tensor) -> tuple[Tensor, Tensor | None]:
-        """megatron-core's MLP with the activation as one kernel; the bias of its end is left to the residual."""
+        """megatron-core's MLP with the activation as one kernel; its output bias is left to the residual."""
         inner, bias = self.mlp.linear_fc1(self.pre_mlp_layernorm(x_sbh))
         out: tuple[Tensor, Tensor | None] = self.mlp.linear_fc2(self._activation(inner, bias))
         return out

@@ -2,9 +2,9 @@
 
     o = sum_j w_j o_j,   w_j = exp(lse_j - lse),   lse = log sum_j exp(lse_j)
 
-Backward, every fused kernel is given the merged o and lse, which turns its local probabilities into the global ones
-(as ring attention does), so each set's call yields exactly its share of the gradients.  No mask of [n, K n] is ever
-made, and the upper half of each square is not computed.
+In the backward, every fused kernel gets the merged o and lse, which turns its local probabilities into the global ones
+(as in ring attention), so each set's call yields exactly its share of the gradients.  No [n, K n] mask is built, and
+the upper half of each square is not computed.
 
 Shapes: q, k_j, v_j [b, h, n, d].
 """
@@ -27,7 +27,7 @@ def fused_is_possible(q: Tensor) -> bool:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, ...]:
-    """(output, log-sum-exp, what the backward kernel wants besides)."""
+    """(output, log-sum-exp, further inputs of the backward kernel)."""
     if q.is_cuda:
         out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = _aten._scaled_dot_product_flash_attention(
             q, k, v, 0.0, True, False, scale=scale

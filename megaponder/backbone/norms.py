@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm that work under sequence parallelism (megatron-core's torch norms refuse it)."""
+"""LayerNorm and RMSNorm that work under sequence parallelism (megatron-core's torch norms do not support it)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class LayerNorm(nn.LayerNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         for parameter in (self.weight, self.bias):
-            # megatron-core sums the gradients of parameters with this mark over the tensor group
+            # megatron-core sums the gradients of parameters with this attribute over the tensor group
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
@@ -33,5 +33,5 @@ class RMSNorm(nn.Module):
 
 
 def local_norm(config: TransformerConfig) -> type[nn.Module]:
-    """The norm class that a config asks for."""
+    """The norm class for a config."""
     return RMSNorm if config.normalization == "RMSNorm" else LayerNorm

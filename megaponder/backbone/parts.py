@@ -27,7 +27,7 @@ class Parts:
     core: Any
     norm: Any
     fused_norm: bool
-    """`column` begins with a norm of its own."""
+    """`column` starts with its own norm."""
 
 
 def _te_parts() -> Parts:
@@ -39,13 +39,13 @@ def _te_parts() -> Parts:
     )
 
     class TeCore(TEDotProductAttention):
-        """Transformer Engine's fused attention; calls that it has no kernel for here (key bias) go to PyTorch's."""
+        """Transformer Engine's fused attention; calls without a kernel (key bias) go to PyTorch's."""
 
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs)
             self._sdpa = SdpaCore(softmax_scale=kwargs.get("softmax_scale"))
             for kernel in (self.flash_attention, self.fused_attention, self.unfused_attention):
-                # no dropout, so no fork of random states, which a CUDA graph could not capture
+                # no dropout, so no fork of the random state, which a CUDA graph could not capture
                 kernel.attention_dropout_ctx = nullcontext
 
         def forward(self, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None = None) -> Tensor:

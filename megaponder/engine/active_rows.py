@@ -1,8 +1,8 @@
-"""Halted tokens leave the computation: the rows of active tokens are gathered, run, and scattered back.
+"""Halted tokens leave the computation: active tokens' rows are gathered, computed and scattered back.
 
-A stage knows who is active from the rider mask.  Every sequence of a micro-batch gets the same number of places, the
-largest count rounded up to one of 16 sizes; places that are left over hold halted tokens, whose results are dropped.
-So masking and gathering give the same numbers, and only the work differs.
+A stage knows the active tokens from the rider mask.  Every sequence of a micro-batch gets the same number of places:
+the largest count rounded up to one of 16 sizes.  Spare places hold halted tokens, whose results are dropped.  So
+masking and gathering give the same numbers, and only the amount of work differs.
 
 Shapes: n tokens of the sequence, s of them on this rank, c places on this rank, b micro-batch.
 """
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megaponder.engine.row_kernels import gather_rows, only, scatter_rows
 
 SIZES = 16
-"""Sizes that a gathered pass may have: few shapes for kernels and captured graphs."""
+"""Number of sizes of a gathered pass: few shapes for kernels and captured graphs."""
 
 
 def most_active(active: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -32,14 +32,14 @@ def most_active(active: Tensor, group: dist.ProcessGroup | None = None) -> Tenso
 
 
 def unit_of(multiple: int, b: int) -> int:
-    """What places of a micro-batch of b sequences must be a multiple of, so that their rows are one of `multiple`."""
+    """The unit of places for b sequences that makes the number of rows a multiple of `multiple`."""
     return multiple // math.gcd(multiple, b)
 
 
 def places_for(most: Tensor | int, s: int, unit: int = 1) -> int:
     """Places for that many of s tokens, rounded up to one of about 16 sizes, all multiples of `unit` (as s is).
 
-    The host waits for a tensor's device.
+    If `most` is a tensor, the host waits for its device.
     """
     step = -(-max(1, s // SIZES) // unit) * unit
     return min(s, max(1, -(-int(most) // step)) * step)
@@ -48,8 +48,8 @@ def places_for(most: Tensor | int, s: int, unit: int = 1) -> int:
 class Rows:
     """The places of active tokens on this rank; `active` [s, b] bool.
 
-    With `group` the sequence is sharded over it: all ranks get equally many places.  `places` says how many, where
-    they have been counted before; counting makes the host wait for the device.  Else they are a multiple of `unit`.
+    With `group` the sequence is sharded over it: all ranks get the same number of places.  `places` is their number if
+    already counted; counting makes the host wait for the device.  Otherwise they are a multiple of `unit`.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Rows:
         self._group = group
 
     def _places_of_rows(self) -> Tensor:
-        """The place of each token, `places` where it has none: [s, b]."""
+        """The place of each token, `places` if it has none: [s, b]."""
         number = torch.arange(self.places, device=self.index.device)[:, None].expand_as(self.index)
         return torch.full_like(self.active, self.places, dtype=torch.long).scatter(0, self.index, number)
 
@@ -104,7 +104,7 @@ class Attending:
     """What `Method.attend` calls (ponder.base.CoreAttention): attention of this pass's rows, gathered or not.
 
     Gathered queries are scattered back for the attention only: a fused causal kernel over all rows is faster than any
-    mask over fewer, and what it wastes is a small part of a pass (measured in benchmarks/halting.py).
+    mask over fewer, and the wasted work is a small part of a pass (measured in benchmarks/halting.py).
     """
 
     def __init__(self, core: Any, rows: Rows | None, active: Tensor | None, layer: int, modules: nn.ModuleDict):

@@ -1,19 +1,19 @@
-"""Passes as CUDA graphs: captured once, forward and backward, then replayed by two launches instead of thousands.
+"""Passes as CUDA graphs: captured once, forward and backward, then replayed with two launches instead of thousands.
 
-A pass is a pure function of tensors: the micro-batch, what came in, what this stage kept from the pass before.  Its
-first step with given shapes is an ordinary one, which warms libraries and compilers up, those of the backward too: in a
-pipeline the second micro-batch comes before the first one's backward.  In the next step it is captured, forward and
-backward together.  The backward graph adds parameter gradients to `main_grad` itself, so that hooks of
-DistributedDataParallel have nothing to do, and returns gradients of the inputs alone.
+A pass is a pure function of tensors: the micro-batch, its input, and what this stage kept from the previous pass.  The
+first step with given shapes runs eagerly to warm up libraries and compilers, including those of the backward: in a
+pipeline the second micro-batch comes before the first one's backward.  In the next step the pass is captured, forward
+and backward together.  The backward graph adds parameter gradients to `main_grad` itself, so that the hooks of
+DistributedDataParallel have nothing to do, and returns only gradients of the inputs.
 
     key     (pass, places for active tokens, slot and pool, which inputs are outputs of which graph)
-    slot    micro-batch i has graphs of its own, number i modulo those between their first forward and their last
-            backward at once.  Without a pipeline there is one.
-    pool    memory for a pass: as many as it has micro-batches between its forward and its backward at once, often fewer
-            than slots.  The slots of a pool take turns in it, as do the variants of a pass (sizes of a gathered one).
+    slot    micro-batch i uses the graphs of slot i modulo the number of micro-batches that are between their first
+            forward and their last backward at once.  Without a pipeline there is one.
+    pool    memory for a pass: as many as there are micro-batches between its forward and backward at once, often fewer
+            than slots.  The slots of a pool share it in turn, as do the variants of a pass (sizes of a gathered one).
 
-What a graph reads lies in static tensors.  An input that is the output of another graph is read where it lies; all
-others are copied.
+A graph reads from static tensors.  An input that is the output of another graph is read in place; all others are
+copied.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Tree = Any
 
 
 def _place(t: Tensor) -> tuple[Any, ...]:
-    """Where a tensor lies and how."""
+    """A tensor's address and layout."""
     return t.data_ptr(), tuple(t.shape), t.stride(), t.dtype
 
 
@@ -59,13 +59,14 @@ class _Graphs:
     forward: torch.cuda.CUDAGraph
     backward: torch.cuda.CUDAGraph
     grads_out: list[Tensor | None]
-    """Where the backward graph reads the gradient of each output; None: it has none."""
+    """Where the backward graph reads each output's gradient; None: there is none."""
     grads_in: list[Tensor | None]
-    """Where it leaves the gradient of each input."""
+    """Where it stores each input's gradient."""
 
 
 class _Replay(torch.autograd.Function):
-    """Forward graph now, backward graph in its turn.  `anchor` makes passes without such inputs differentiable."""
+    """Replays the forward graph now and the backward graph later.  `anchor` makes passes without such inputs
+    differentiable."""
 
     @staticmethod
     def forward(ctx: Any, graphs: _Graphs, own: Any, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -99,21 +100,22 @@ class Captures:
     def __init__(self, stage: PonderStage):
         self._stage = stage
         self.stream = torch.cuda.Stream()
-        """All captures happen on it.  DistributedDataParallel must be made on it too: autograd remembers the stream on
-        which a parameter's gradient is accumulated, and a capture must not touch another."""
+        """The stream of all captures.  DistributedDataParallel must be created on it too: autograd remembers the stream
+        on which a parameter's gradient is accumulated, and a capture must not touch another stream."""
         self._parameters = [p for p in stage.parameters() if p.requires_grad]
         self._graphs: dict[Any, _Graphs] = {}
         self._step = 0
         self._seen: dict[Any, int] = {}
-        """The step in which a pass with given shapes ran first."""
+        """The step in which a pass with given shapes first ran."""
         self._numbers: dict[Any, int] = {}
         self._pools: dict[Any, Any] = {}
         self._owned: set[Any] = set()
         self.failure = ""
-        """Why no pass is captured any more."""
+        """Why passes are no longer captured."""
         self._shared: dict[Any, _Graphs] = {}
-        """The first variant of a pass: the others leave their results where it does, so that one variant fits all."""
-        # in a pipeline the memory of gradients may be written again before a message or an earlier pass has them
+        """The first variant of a pass: the others store their results in the same place, so that any variant can
+        follow."""
+        # in a pipeline gradient memory may be overwritten before a message or an earlier pass has read it
         self._gradient = Tensor.detach if stage.groups.pp_size == 1 else Tensor.clone
         self._anchor = torch.zeros((), device=stage.groups.device, requires_grad=True)
 
@@ -123,11 +125,11 @@ class Captures:
         return len(self._graphs)
 
     def begin_step(self) -> None:
-        """A training step begins: what ran in those before is warm."""
+        """A training step starts: passes that ran in earlier steps are warm."""
         self._step += 1
 
     def close(self) -> None:
-        """Destroy all graphs: since 2.26 NCCL waits, for ever, to end a group while a graph holds calls of it."""
+        """Destroy all graphs: since 2.26 NCCL hangs when a group is destroyed while a graph contains its calls."""
         torch.cuda.synchronize()
         for graphs in self._graphs.values():
             graphs.forward.reset()
@@ -153,7 +155,7 @@ class Captures:
         inputs = [t for t in leaves if t is not None]
         shapes = self._number(p, repr(structure), *(None if t is None else _shape(t) for t in leaves))
         where = self._number(*(at if (at := _place(t)) in self._owned else None for t in inputs))
-        # the host waits here for the pass before: what can be done earlier is done
+        # the host waits for the previous pass here: everything that can be done earlier has been done
         places = places_for(most, rows, unit_of(self._stage.row_multiple, batch.ids_bn.shape[0]))
         if self.failure or self._seen.setdefault((shapes, places), self._step) == self._step:
             return self._as_it_is(places, p, batch, incoming, state, step, tokens)
@@ -167,16 +169,16 @@ class Captures:
         return _from_tree(_pytree.tree_unflatten(list(outputs), graphs.structure), state)
 
     def _captured(self, key: Any, p: Pass, places: int, leaves: Sequence[Tensor | None], structure: Tree) -> bool:
-        """Capture the pass; False, with a warning, where that cannot be done."""
+        """Capture the pass; False, with a warning, if that is impossible."""
         *_, slot, pool, _ = key
         try:
             self._graphs[key] = self._capture(p, places, leaves, structure, slot, pool)
         except RuntimeError as error:
             self.failure = str(error).splitlines()[0]
-            warnings.warn(f"pass {p.index} cannot be captured, so passes run as they are: {self.failure}", stacklevel=3)
+            warnings.warn(f"pass {p.index} cannot be captured, so passes run eagerly: {self.failure}", stacklevel=3)
         if self.failure:
-            # before PyTorch 2.13 a recomputed layer that an error has left catches whatever is saved next, until the
-            # error's frames are gone; they refer to each other
+            # before PyTorch 2.13 a recomputed layer interrupted by an error intercepts whatever is saved next, until
+            # the error's frames are gone; they refer to each other
             gc.collect()
         return not self.failure
 
@@ -193,7 +195,7 @@ class Captures:
         return self._numbers.setdefault(what, len(self._numbers))
 
     def _most_active(self, p: Pass, batch: MicroBatch, incoming: Flow | None) -> tuple[Tensor | int, int]:
-        """(active tokens of the sequence that has most, tokens of a sequence on this rank)."""
+        """(largest number of active tokens of a sequence, tokens of a sequence on this rank)."""
         stage = self._stage
         active = stage.method.active(p, incoming.riders) if stage.skip_halted and incoming is not None else None
         if active is None:
@@ -234,7 +236,8 @@ class Captures:
 
     @contextmanager
     def _recording(self, graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-        """What runs inside becomes the graph.  No capture survives a compilation: what would need one runs as it is."""
+        """Whatever runs inside is captured.  A compilation would break the capture, so uncompiled functions run
+        eagerly."""
         stream = torch.cuda.current_stream()
         try:
             with (
@@ -248,12 +251,12 @@ class Captures:
             raise
 
     def _give_up(self, pool: Any) -> None:
-        """Take PyTorch out of a capture that failed: its allocator and its random generator believe that it goes on.
+        """Make PyTorch leave a failed capture: its allocator and its random generator believe that it is still running.
 
-        The allocator would give no cached memory back, and the generator refuse whatever draws numbers, as Transformer
-        Engine's attention does.  Only the end of a capture tells the generator, so there is one of nothing.
+        The allocator would not release cached memory, and the generator would refuse to draw numbers, as Transformer
+        Engine's attention does.  Only the end of a capture resets the generator, so an empty one is made.
         """
-        with suppress(RuntimeError):  # the allocator has left it, and the graph will release the pool
+        with suppress(RuntimeError):  # the allocator has already left it, and the graph will release the pool
             torch._C._cuda_endAllocateToPool(self._stage.groups.device.index, pool)
             torch._C._cuda_releasePool(self._stage.groups.device.index, pool)
         with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self.stream, capture_error_mode="thread_local"):
@@ -262,7 +265,7 @@ class Captures:
     def _backward(
         self, inputs: list[Tensor], outputs: list[Tensor], grads_out: list[Tensor | None]
     ) -> list[Tensor | None]:
-        """Gradients of the inputs; those of the parameters are added to `main_grad`."""
+        """Returns the inputs' gradients; the parameters' are added to `main_grad`."""
         ends = [(o, g) for o, g in zip(outputs, grads_out, strict=True) if g is not None]
         wanted = [t for t in inputs if t.requires_grad]
         for parameter in self._parameters:
@@ -272,7 +275,7 @@ class Captures:
         )
         pairs = []
         for parameter, grad in zip(self._parameters, found[len(wanted) :], strict=True):
-            # Transformer Engine's GEMMs have added theirs already
+            # Transformer Engine's GEMMs have already added theirs
             if grad is not None and not parameter.grad_added_to_main_grad:
                 pairs.append((parameter.main_grad, grad))
         _accumulate(pairs)
@@ -281,7 +284,7 @@ class Captures:
 
 
 SMALL = 2**20
-"""Elements up to which gradients are added together; each would be a kernel of microseconds."""
+"""Gradients with at most this many elements are added together; each alone would be a kernel of microseconds."""
 
 
 def _accumulate(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -297,7 +300,7 @@ def _accumulate(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def _copied(made: Sequence[Tensor | None], place: Sequence[Tensor | None]) -> list[Any]:
-    """Copies of tensors where others lie."""
+    """Copies tensors into the memory of others."""
     for new, there in zip(made, place, strict=True):
         if new is not None and there is not None:
             there.copy_(new.detach())
@@ -320,7 +323,7 @@ def _from_input_tree(tree: Tree) -> tuple[MicroBatch, Flow | None, PassState, Te
 
 
 def _output_tree(out: Flow | Objective, state: PassState) -> Tree:
-    """Tensors only: riders that do not exist are left out."""
+    """Tensors only: missing riders are dropped."""
     if isinstance(out, Objective):
         return {"objective": (out.total, out.sums)}
     left = (list(state.kept), dict(state.entry), dict(state.exit))

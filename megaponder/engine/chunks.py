@@ -1,4 +1,4 @@
-"""Passes as the schedule sees them: model chunks without parameters, all views of one stage.
+"""Passes as the schedule sees them: model chunks without parameters, each a view of the same stage.
 
 Chunk k of pipeline rank r is pass k of the layers that live on rank r.  megatron-core's interleaved schedule moves
 chunk k's output of the last rank to chunk k+1 of the first rank, which is the feedback of a pondering model.
@@ -28,7 +28,7 @@ from megaponder.ponder.base import Flow, Pass
 
 @dataclass
 class Step:
-    """One optimizer (or evaluation) step: what its chunks share."""
+    """State shared by the chunks of one optimizer (or evaluation) step."""
 
     passes: Sequence[Pass]
     batches: Sequence[MicroBatch]
@@ -37,7 +37,7 @@ class Step:
     tokens: Tensor
     """Valid targets in the global batch, the one denominator of every loss (scalar, FP32)."""
     flight: InFlight
-    """What this stage holds at once."""
+    """How much this stage holds at once."""
     sums: list[dict[str, Tensor]] = field(default_factory=list)
     """Per micro-batch on the last stage: loss, auxiliary loss and the method's statistics, divided by `tokens`."""
     by_token: list[Tensor] = field(default_factory=list)
@@ -45,7 +45,8 @@ class Step:
 
 
 class PassChunk(nn.Module):
-    """One pass (PP > 1) or all passes (PP = 1) of the stage, in the form that megatron-core's schedules call."""
+    """One pass (PP > 1) or all passes (PP = 1) of the stage, with the interface that megatron-core's schedules
+    expect."""
 
     model_type = ModelType.encoder_or_decoder
 
@@ -75,7 +76,7 @@ class PassChunk(nn.Module):
         outgoing = pack(out).contiguous()
         if not p.last:
             outgoing = self._stash.put(index, state, outgoing)
-        # the schedule may free the data of what it has sent, so it must own it
+        # the schedule may free the data of sent tensors, so it must own them
         return make_viewless_tensor(outgoing, requires_grad=True, keep_graph=True)
 
     def _all_passes(self, index: int) -> Tensor:
@@ -93,7 +94,7 @@ class PassChunk(nn.Module):
 
 
 class Runner:
-    """One pass of one micro-batch through the stage: as it is, or as a captured graph where there are captures."""
+    """One pass of one micro-batch through the stage: eager, or as a captured graph if there are captures."""
 
     def __init__(self, ddp: nn.Module, stage: Any, captures: Captures | None):
         self.ddp, self.stage, self.captures = ddp, stage, captures

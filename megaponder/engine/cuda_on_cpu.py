@@ -1,8 +1,8 @@
-"""megaponder on machines without a GPU: the "cuda" that megatron-core names everywhere is mapped to the CPU.
+"""Runs megatron-core on machines without a GPU: the "cuda" that it uses everywhere is mapped to the CPU.
 
 megatron-core 0.16 writes `device="cuda"`, `torch.cuda.current_device()` and `torch.cuda.FloatTensor` into its
-schedules, optimizers and communication.  `install()` answers these few calls with their CPU counterparts; where a GPU
-is present it does nothing.  Call it before the first `import megatron.core`.
+schedules, optimizers and communication.  `install()` redirects these few calls to their CPU counterparts; if a GPU is
+present it does nothing.  Call it before the first `import megatron.core`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _CpuForCuda(TorchFunctionMode):
 
 
 class _Stream:
-    """The CPU runs in program order: a stream has nothing to wait for, an event nothing to record."""
+    """The CPU runs in program order: streams have nothing to wait for, events nothing to record."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
@@ -57,7 +57,7 @@ class _Event(_Stream):
 
 
 def install() -> bool:
-    """Map "cuda" to the CPU where there is no GPU; returns whether the map is in force.  Safe to call often."""
+    """Map "cuda" to the CPU if there is no GPU; returns whether the mapping is active.  Safe to call repeatedly."""
     global _active
     if torch.cuda.is_available():
         return False
@@ -102,9 +102,9 @@ def install() -> bool:
 def _import_uncompiled() -> None:
     """Import megatron-core without the compiler that it decorates small kernels with.
 
-    On a CPU users would wait for TorchDynamo and Inductor twice: half of the import's time, then each kernel's C++.
+    On a CPU users would wait for TorchDynamo and Inductor twice: half of the import time, then compiling each kernel.
     """
-    if "torch._dynamo" in sys.modules:  # somebody imported it already: megatron-core's kernels shall not use it
+    if "torch._dynamo" in sys.modules:  # already imported elsewhere: megatron-core's kernels must not use it
         torch._dynamo.config.disable = True
     compiler, torch.compile = torch.compile, _as_it_is  # type: ignore[assignment]
     try:
@@ -113,16 +113,17 @@ def _import_uncompiled() -> None:
             from megatron.core import jit
     finally:
         torch.compile = compiler
-    jit.disable_jit_fuser()  # for its modules that are imported later
+    jit.disable_jit_fuser()  # for modules of it that are imported later
 
 
 def _as_it_is(function: Any = None, **options: Any) -> Any:
-    """A torch.compile that does nothing, as a decorator with and without options."""
+    """A no-op torch.compile, as a decorator with or without options."""
     return function if function is not None else lambda f: f
 
 
 def _exact_norms() -> None:
-    """Gradient norms summed in FP64: torch.norm in FP32 was seen 1e-3 too small for tables of some million numbers."""
+    """Gradient norms summed in FP64: torch.norm in FP32 was observed to be 1e-3 too small for tables of a few million
+    elements."""
     from megatron.core.optimizer import clip_grads
 
     def l2_norm(chunk_size: Any, flag: Any, lists: Any, *args: Any) -> tuple[torch.Tensor, None]:
@@ -133,9 +134,9 @@ def _exact_norms() -> None:
 
 
 def _share_groups() -> None:
-    """Let megatron-core's process groups of the same ranks be one group.
+    """Make megatron-core's process groups with the same ranks share one group.
 
-    It makes some twenty groups, most of them of equal ranks, and every gloo group has three threads, one of which
+    It creates about twenty groups, most of them with equal ranks, and every gloo group has three threads, one of which
     wakes a hundred times a second.  Calls on a shared group run in program order, which is the same on all ranks.
     """
     import torch.distributed as dist
@@ -146,7 +147,7 @@ def _share_groups() -> None:
     world: list[Any] = [None]
 
     def shared(ranks: Any = None, timeout: Any = None, **kwargs: Any) -> Any:
-        if world[0] is not dist.group.WORLD:  # torch.distributed was started anew
+        if world[0] is not dist.group.WORLD:  # torch.distributed was restarted
             known.clear()
             world[0] = dist.group.WORLD
         key = (tuple(ranks), timeout)

@@ -1,4 +1,4 @@
-"""Statistics of halting: sums over valid tokens, reduced with the losses, and what a reader wants to know of them.
+"""Statistics of halting: sums over valid tokens, reduced with the losses, and the metrics derived from them.
 
 Sums are in the ranks' own tokens, so they add up over micro-batches, data-parallel and sequence-parallel ranks alike.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 BINS = 10
 """Bins of the gates' histograms, between 0 and 1."""
 COLLAPSED = 0.98
-"""Share of tokens at one depth from which on the gates count as collapsed."""
+"""Share of tokens at one depth above which the gates count as collapsed."""
 
 
 _AT, _OF_DEPTH = re.compile(r"at\d+"), re.compile(r"(at|nll)\d+")
@@ -62,7 +62,7 @@ def by_token(depth_sb: Tensor, ids_sb: Tensor, valid_sb: Tensor, vocab_size: int
 
 
 def metrics(means: Mapping[str, float], loss: float) -> dict[str, float]:
-    """From means over tokens to what a reader wants to know.
+    """From means over tokens to metrics.
 
     mean_depth; loss_depth{k}, the loss of the tokens of depth k; active_pass{k}, the share of tokens that run pass k;
     kv_reuse, the share of later token-passes that reuse keys and values; depth_nll_correlation; collapsed, 1.0 where
@@ -77,7 +77,9 @@ def metrics(means: Mapping[str, float], loss: float) -> dict[str, float]:
         return out
     depth = means["depth"]
     var_depth, var_nll = means["depth_sq"] - depth**2, means["nll_sq"] - loss**2
-    varies = var_depth > 1e-5 * means["depth_sq"]  # one token in 10,000 a pass away; less is rounding of FP32 sums
+    varies = (
+        var_depth > 1e-5 * means["depth_sq"]
+    )  # one token in 10,000 differing by a pass; less is rounding of FP32 sums
     spread = math.sqrt(max(var_depth, 0.0) * max(var_nll, 0.0))
     active = [min(1.0, sum(at[k:])) for k in range(len(at))]  # the shares at each depth were rounded one by one
     out |= {
@@ -107,12 +109,12 @@ def active_shares(metrics: Mapping[str, float]) -> list[float]:
 
 
 def collapse_warning(metrics: Mapping[str, float]) -> str | None:
-    """A sentence where nearly all tokens run equally many passes."""
+    """A sentence if nearly all tokens run the same number of passes."""
     shares = active_shares(metrics)
     if not metrics.get("collapsed"):
         return None
     what = "never halt" if shares[-1] >= COLLAPSED else "halt at the same pass"
     return (
         f"The gates are collapsed: at least {COLLAPSED:.0%} of the tokens {what} (mean depth "
-        f"{metrics['mean_depth']:.2f} of {len(shares)}), so nothing is adaptive at this step."
+        f"{metrics['mean_depth']:.2f} of {len(shares)}), so this step is not adaptive."
     )

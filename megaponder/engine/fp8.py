@@ -1,11 +1,11 @@
-"""FP8 linear layers by Transformer Engine: which layers, which recipe, and when weights and scales are renewed.
+"""FP8 linear layers by Transformer Engine: which layers, which recipe, and when weights and scales are updated.
 
 A pondering step uses every weight K times per micro-batch.  Three rules make all those uses see the same numbers:
 
-* weights are quantised once, at the start of an optimizer step (`Fp8.begin_step`); no pass does it again;
-* with delayed scaling the scales stay as they are within a step.  All passes and micro-batches add to one entry of the
-  amax history (its maximum), and `Fp8.end_step` makes the next scales of it;
-* attention, gates, mixtures, norms, embedding and head stay in BF16, and the first and last layers by option.
+* weights are quantised once, at the start of an optimizer step (`Fp8.begin_step`), and not again in any pass;
+* with delayed scaling the scales are constant within a step.  All passes and micro-batches contribute to one entry of
+  the amax history (its maximum), and `Fp8.end_step` computes the next scales from it;
+* attention, gates, mixtures, norms, embedding and head stay in BF16; the first and last layers optionally too.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Fp8:
         self._layers = list(layers)
 
     def layer(self, index: int) -> Callable[[], AbstractContextManager[Any]]:
-        """What layer `index` of this stage runs in."""
+        """The context in which layer `index` of this stage runs."""
         return self._on if self._enabled and self._layers[index] in self._in_fp8 else nullcontext
 
     @contextmanager
@@ -69,13 +69,14 @@ class Fp8:
 
     @property
     def lacks_history(self) -> bool:
-        """Delayed scaling has seen no numbers yet: neither in this process nor in a checkpoint."""
+        """Delayed scaling has no history yet: neither from this process nor from a checkpoint."""
         if not self._delayed or not self._modules:
             return False
         return not any(bool(value.any()) for name, value in self.scales().items() if name.endswith(".amax_history"))
 
     def allocate(self) -> None:
-        """Delayed scaling: make `scales` before the first step does, so that a checkpoint's can take their places."""
+        """Delayed scaling: create `scales` before the first step does, so that a checkpoint's can be loaded into
+        them."""
         for module in self._modules.values() if self._delayed else ():
             module.fp8_meta["num_gemms"] = 1
             module.init_fp8_meta_tensors(self._recipe)
@@ -83,8 +84,8 @@ class Fp8:
     def scales(self) -> dict[str, Tensor]:
         """The state of delayed scaling in place: scale [n] and amax_history [16, n] of each layer's n tensors.
 
-        By names that do not depend on the layout; the same on all ranks of a stage.  Empty before the first step and
-        with other recipes, which keep nothing.
+        Names do not depend on the layout; values are equal on all ranks of a stage.  Empty before the first step and
+        with other recipes, which have no state.
         """
         return {
             f"{name}.{kind}.{part}": getattr(module.fp8_meta[kind], part)
@@ -96,7 +97,7 @@ class Fp8:
 
     @torch.no_grad()
     def load_scales(self, values: Mapping[str, Tensor]) -> None:
-        """Set what `scales` gives, where it lies: captured passes read it there."""
+        """Set the tensors of `scales` in place: captured passes read them there."""
         own = self.scales()
         for name, value in values.items():
             own[name].copy_(value)
@@ -106,14 +107,14 @@ class Fp8:
         import transformer_engine.pytorch as te
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager as State
 
-        # _graph: leaving the context changes no scale; not the first module: nor does its backward
+        # _graph: leaving the context does not change scales; not the first module: nor does its backward
         with te.autocast(enabled=True, recipe=self._recipe, amax_reduction_group=_amax_group(), _graph=True):
             State.IS_FIRST_FP8_MODULE = False
             yield
 
     @torch.no_grad()
     def begin_step(self) -> None:
-        """Quantise the weights that have been used in FP8 before; others are quantised at their first use."""
+        """Quantise the weights that have been used in FP8 before; others are quantised on first use."""
         for module in self._modules.values():
             stored = module._fp8_workspaces.get("weight")
             if stored is not None:
@@ -135,20 +136,20 @@ class Fp8:
     def amax(self) -> dict[str, float]:
         """Largest absolute values of the last step by kind of tensor, of this stage's layers on all of its ranks.
 
-        Empty without delayed scaling, which alone keeps them, and before the first step.
+        Empty before the first step and without delayed scaling, the only recipe that records them.
         """
         if not self._delayed:
             return {}
         metas: list[Any] = [m.fp8_meta for m in self._modules.values() if m.fp8_initialized]
         if not metas:
             return {}
-        # the newest entry: `end_step` has turned the history and cleared its first
+        # the newest entry: `end_step` has rotated the history and cleared its first
         most = [torch.stack([m[key].amax_history[-1, column] for m in metas]).amax() for key, column in AMAX.values()]
         return dict(zip(AMAX, torch.stack(most).tolist(), strict=True))
 
 
 def _chosen(cfg: RunConfig, layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """Layers that run in FP8: all of the model but the first and last `fp8_bf16_layers`."""
+    """Layers that run in FP8: all of the model except the first and last `fp8_bf16_layers`."""
     edge, total = cfg.precision.fp8_bf16_layers, cfg.model.num_layers
     assert total is not None
     return [layer for layer in layers if edge < layer.layer_number <= total - edge]  # type: ignore[operator]

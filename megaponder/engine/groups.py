@@ -36,7 +36,7 @@ class Groups:
         return self.pp_rank == self.pp_size - 1
 
     def logs(self) -> bool:
-        """True on exactly one rank: the one that sees the loss."""
+        """True on exactly one rank, which has the loss."""
         return self.is_last_stage and self.tp_rank == 0 and self.dp_rank == 0
 
     @property
@@ -61,15 +61,15 @@ class Groups:
 def _start(timeout: datetime.timedelta, device: torch.device) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     if launcher.adopt().launcher != "none":
-        # without device_id, NCCL connects a group at its first use: most of megatron-core's groups are never used, and
-        # messages between two stages have a communicator of their own
+        # without device_id, NCCL connects a group on first use: most of megatron-core's groups are never used, and
+        # messages between two stages have their own communicator
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
 def _has_layout(tensor: int, pipeline: int) -> bool:
-    """Whether megatron-core's groups of this layout are there already."""
+    """Whether megatron-core's groups of this layout exist already."""
     from megatron.core import parallel_state as ps
 
     return (
@@ -92,7 +92,7 @@ def start(cfg: RunConfig) -> torch.device:
 
 
 def init(cfg: RunConfig) -> Groups:
-    """`start`, and make megatron-core's groups."""
+    """`start`, and create megatron-core's groups."""
     cuda_on_cpu.install()
     from megatron.core import parallel_state
 
@@ -124,11 +124,11 @@ def init(cfg: RunConfig) -> Groups:
 
 
 def shutdown() -> None:
-    """Leave the process groups; the process may end or make new ones."""
+    """Leave the process groups; the process may exit or create new ones."""
     from megatron.core import parallel_state
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    # its cache of angles keeps every module that has asked, and with them the groups and gloo's busy threads
+    # its cache of angles keeps its users alive, and with them the groups and gloo's busy threads
     RotaryEmbedding.forward.cache_clear()
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()

@@ -2,8 +2,8 @@
 
     loss = lse - logit of the target,   lse = log sum_v exp(logit_v),   d loss / d logit = softmax - onehot
 
-All arithmetic is FP32; what is stored and sent backward is in the format of the logits.  Three reductions of [n, b]
-over the group, no logit ever leaves its rank.
+All arithmetic is FP32; stored values and gradients have the dtype of the logits.  There are three reductions of [n, b]
+over the group, and no logit leaves its rank.
 
 Shapes: n tokens, b micro-batch, V' padded vocabulary rows of this rank, of which the first `valid` are real.
 """
@@ -29,7 +29,7 @@ def all_reduce(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup)
 
 
 def masked(x: Tensor, valid: int, fill: float = MINUS_INF) -> Tensor:
-    """x [..., V'] with `fill` at the rows that only pad the table."""
+    """x [..., V'] with `fill` at padding rows of the table."""
     if valid >= x.shape[-1]:
         return x
     return torch.where(torch.arange(x.shape[-1], device=x.device) < valid, x, fill)

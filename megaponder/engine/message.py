@@ -1,8 +1,8 @@
-"""What travels between stages as one tensor: rows in their precision, riders without rounding.
+"""The message between stages, one tensor: rows in their precision, riders without rounding.
 
 Riders are FP32.  In a BF16 message each is three BF16 channels whose sum is the FP32 value exactly (3 x 8 bits of
-mantissa); its gradient goes back the same way.  So a stage that reads a mask or a log-weight from a message has the
-bits of the stage that wrote it.
+mantissa); its gradient goes back the same way.  So a stage that reads a mask or log-weight from a message gets
+exactly the bits that were sent.
 """
 
 from __future__ import annotations

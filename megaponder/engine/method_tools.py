@@ -1,4 +1,4 @@
-"""What the engine gives a method on the first and the last stage (the protocols of ponder.base)."""
+"""What the engine offers a method on the first and last stage (the protocols of ponder.base)."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ class StageExitTools:
         )
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """The first tensor rank's values, on all of them: what a decision is made from must be equal bit for bit."""
+        """The first tensor rank's values, on all of them: inputs to a decision must be bit-equal."""
         groups = self._stage.groups
         if groups.tp_size == 1 or self._stage.config.sequence_parallel:
-            return x  # under sequence parallelism a token lives on one rank only
+            return x  # under sequence parallelism each token is on one rank only
         return _Broadcast.apply(x, groups.tp)
 
     def on(self, active: Tensor, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """compute(x) at active tokens, 0 at the others; with skip_halted the others are left out of the work."""
+        """compute(x) at active tokens, 0 at the others; with skip_halted the others are not computed."""
         rows = self._stage.gathered(active)
         if rows is not None:
             return rows.scatter(compute(rows.gather(x)))
@@ -93,7 +93,7 @@ class StageExitTools:
 
     @torch.no_grad()
     def target_probability(self, h_sbh: Tensor, active: Tensor) -> Tensor:
-        """exp(-cross entropy) of each active token's target, anything elsewhere: [tokens of this rank, b]."""
+        """exp(-cross entropy) of each active token's target, undefined elsewhere: [tokens of this rank, b]."""
         stage, labels = self._stage, self._batch.labels_bn.t().contiguous()
         rows = stage.gathered(active)
         if rows is None:

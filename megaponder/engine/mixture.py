@@ -1,4 +1,4 @@
-"""softmax(h Wo^T) (c We) with both tables split by vocabulary rows: no probability ever leaves its rank.
+"""softmax(h Wo^T) (c We) with both tables split by vocabulary rows: no probability leaves its rank.
 
 Per rank: local logits; all-reduce of the row maximum and of the row sum; local probabilities times local table rows;
 one reduction of [rows, b, H].  Backward likewise needs one all-reduce of [rows, b].  Source: spec of PonderLM v1, 4.1.
@@ -23,7 +23,8 @@ from megaponder.engine.loss import MINUS_INF, all_reduce, log_sum_exp, masked, p
 
 
 def _keep_topk(logits: Tensor, topk: int, group: dist.ProcessGroup) -> Tensor:
-    """Logits below the globally k-th largest at -inf; entries equal to it stay, so that no rank order matters."""
+    """Logits below the globally k-th largest at -inf; entries equal to it stay, so that the order of ranks does not
+    matter."""
     best = logits.topk(min(topk, logits.shape[-1]), dim=-1).values
     if group.size() > 1:
         parts = [torch.empty_like(best) for _ in range(group.size())]

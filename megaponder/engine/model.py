@@ -2,10 +2,10 @@
 
     pass k    embed     method.enter: token embeddings, or what pass k - 1 fed back       first stage
               layers    this stage's share of the stack, the method's view of attention   every stage
-              feed      method.leave: the feedback that pass k + 1 begins with            last stage
+              feed      method.leave: the feedback that pass k + 1 starts with            last stage
               read      method.readout (final norm), head, loss                           last stage, last pass
 
-All passes run on the same parameters, which are built once.  What a layer computes stands in `backbone.layer`.
+All passes run on the same parameters, which are built once.  `backbone.layer` defines what a layer computes.
 
 Shapes: n tokens, s rows of this rank (n * slots, divided by TP under sequence parallelism), b micro-batch, H hidden.
 """
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 
 LOSS_OF_PASS = "loss_pass"
-"""Statistics of evaluation: the loss, had the model read out an earlier pass."""
+"""Evaluation statistic: the loss if the model read out an earlier pass."""
 
 
 def loss_of_pass(p: Pass) -> str:
@@ -65,7 +65,7 @@ def loss_of_pass(p: Pass) -> str:
 
 
 def is_watched(p: Pass, method: Method) -> bool:
-    """Whether the loss of an earlier pass has a meaning: every token runs it, with one row."""
+    """Whether the loss of an earlier pass is meaningful: every token runs it, with one row."""
     return not p.last and p.slots == 1 and p.reads is None and not method.skips
 
 
@@ -79,9 +79,9 @@ class PonderStage(MegatronModule):
         self.recomputed = partial(recomputed_layers, cfg)
         self.skip_halted = cfg.ponder.skip_halted
         self.row_multiple = 1 if cfg.precision.fp8 == "none" else FP8_ALIGNMENT
-        """What the rows of a pass must be a multiple of, gathered or not."""
+        """The number of rows of a pass must be a multiple of this, gathered or not."""
         self.places: int | None = None
-        """Places for active tokens in the coming pass (`engine.active_rows`); None: counted when they are needed."""
+        """Places for active tokens in the next pass (`engine.active_rows`); None: counted when needed."""
         assert m.vocab_size is not None
         self.vocab_size, self.tied, rows = m.vocab_size, bool(m.tie_embeddings), m.padded_vocab
         first, last = self.pre_process, self.post_process = groups.is_first_stage, groups.is_last_stage
@@ -111,7 +111,7 @@ class PonderStage(MegatronModule):
         self._build_method(cfg.train.seed)
         self.fp8 = Fp8(cfg, self.decoder.layers) if cfg.precision.fp8 != "none" else None
         for module in self.decoder.modules():
-            # Transformer Engine then adds to the gradients of earlier passes; FP8 weights are renewed by `engine.fp8`
+            # Transformer Engine then adds to the gradients of earlier passes; FP8 weights are updated by `engine.fp8`
             if hasattr(module, "is_first_microbatch"):
                 module.is_first_microbatch = False
 
@@ -124,10 +124,11 @@ class PonderStage(MegatronModule):
                 self.embedding.word_embeddings.weight.shared_embedding = True
 
     def _build_method(self, seed: int) -> None:
-        """The method's own parameters, under names that begin with `checkpoint.restore.METHOD`.
+        """The method's own parameters, with names that start with `checkpoint.restore.METHOD`.
 
-        All tensor ranks hold them whole.  Outside of the layers a rank's gradient is the whole one, or under sequence
-        parallelism its tokens' part, which megatron-core adds up; in a layer it is always the part of the rank's heads.
+        They are replicated on all tensor ranks.  Outside the layers a rank's gradient is the full one or, under
+        sequence parallelism, its tokens' share, which megatron-core sums; in a layer it is always the share of the
+        rank's heads.
         """
 
         def build(modules: Callable[[], dict[str, nn.Module]], seed: int) -> nn.ModuleDict:
@@ -157,7 +158,8 @@ class PonderStage(MegatronModule):
         dist.all_reduce(gradient, group=self.groups.tp)
         return gradient
 
-    # --- weights that more than one place uses ------------------------------------------------------------------------
+    # --- weights used in more than one place
+    # ---------------------------------------------------------------------------
     def _table_module(self) -> nn.Module:
         return self.input_table if hasattr(self, "input_table") else self.embedding.word_embeddings
 
@@ -192,11 +194,11 @@ class PonderStage(MegatronModule):
         step: Tensor | None,
         watched: bool = False,
     ) -> Flow | Readout:
-        """Pass p of this stage's layers; `state` is read and left as the next pass will find it.
+        """Pass p of this stage's layers; `state` is read, and updated for the next pass.
 
         `incoming`: feedback of the previous pass (first stage, None in pass 0) or the previous stage's rows.
-        Returns what goes on to the next stage or pass, or the readout (last stage, last pass).  `watched`: the last
-        stage also keeps the loss that the model would have if it read this pass out.
+        Returns the message for the next stage or pass, or the readout (last stage, last pass).  `watched`: the last
+        stage also records the loss that the model would have if it read out this pass.
         """
         if self.groups.is_first_stage:
             tools = StageEntryTools(self, batch.ids_bn.shape[1])
@@ -215,7 +217,7 @@ class PonderStage(MegatronModule):
         return self.method.leave(p, rows, flow.riders, state.exit, exit_tools)
 
     def _riders_in_attention(self, riders: Tensor | None) -> Tensor | None:
-        """Riders of the whole sequence; each tensor rank's heads give a part of their gradient, which is summed."""
+        """Riders of the full sequence; each tensor rank's heads contribute to their gradient, which is summed."""
         if riders is None:
             return None
         if self.config.sequence_parallel:
@@ -230,7 +232,7 @@ class PonderStage(MegatronModule):
         return turn if p.slots == 1 else turn.repeat_interleave(p.slots, dim=1)
 
     def gathered(self, active: Tensor | None) -> Rows | None:
-        """Places of this rank's active tokens [s, b]; None where all rows run: nobody halts, or halting only masks."""
+        """Places of this rank's active tokens [s, b]; None if all rows run: no token halts, or halting only masks."""
         if active is None or not self.skip_halted:
             return None
         if self.places is not None and self.places >= active.shape[0]:
@@ -269,12 +271,12 @@ class PonderStage(MegatronModule):
                     own: Any = self.method_layers[str(number)]
                     return self.method.attend(p, q, k, v, riders, kept, Attending(core, rows, active, number, own))
 
-                with precision():  # in here, so that a recomputed layer enters it again
+                with precision():  # inside `run`, so that a recomputed layer enters it again
                     return layer(x, rotary, attend, before, reads)
 
             before = kept[i] if kept else ()
             if i < recomputed and torch.is_grad_enabled():
-                # non-reentrant, and what passes carry is an explicit input and output: gradients stay exact
+                # non-reentrant, with carried tensors as explicit inputs and outputs: gradients stay exact
                 x, left = checkpoint(run, x, riders, *before, use_reentrant=False, preserve_rng_state=False)
             else:
                 x, left = run(x, riders, *before)
@@ -306,7 +308,7 @@ class PonderStage(MegatronModule):
         step: Tensor | None,
         tokens: Tensor,
     ) -> Flow | Objective:
-        """`run_pass`; after the last pass, the loss: `tokens` is its one denominator, of the global batch."""
+        """`run_pass`; after the last pass, the loss, whose one denominator is `tokens` of the global batch."""
         watched = step is None and is_watched(p, self.method)
         out = self.run_pass(p, batch, incoming, state, step, watched)
         if isinstance(out, Flow):

@@ -1,4 +1,4 @@
-"""From the last pass's readout to the numbers of a micro-batch: the loss that is differentiated, and sums to report."""
+"""From the last pass's readout to a micro-batch's results: the loss to differentiate, and sums to report."""
 
 from __future__ import annotations
 

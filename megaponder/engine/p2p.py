@@ -1,8 +1,8 @@
 """Pipeline messages whose shape changes from pass to pass, without exchanging shapes.
 
-megatron-core's schedule sends in the order of its own table, and messages between two ranks arrive in the order in
-which they were sent.  So the i-th message that a rank receives belongs to the i-th entry of the table that has a
-sender, and its shape is known on both sides.
+megatron-core's schedule sends in the order of its own table, and messages between two ranks arrive in the order sent.
+So the i-th message that a rank receives belongs to the i-th entry of the table that has a sender, and both sides know
+its shape.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Shape = list[int]
 def receive_orders(
     passes: Sequence[Pass], microbatches: int, group: int, groups: Groups
 ) -> tuple[list[tuple[Pass, bool]], list[tuple[Pass, bool]]]:
-    """(forward, backward) messages in the order of arrival, each as (pass, whether it is that pass's feedback).
+    """(forward, backward) messages in order of arrival, each as (pass, whether it is that pass's feedback).
 
     The first stage receives the feedback of passes 0..K-2, other stages the rows of their own pass; backward, the last
     stage receives the gradient of the feedback, other stages that of the rows they sent on.
@@ -45,7 +45,7 @@ def receive_orders(
 
 
 class PassCommunicator(P2PCommunicator):
-    """megatron-core's communicator; `variable_seq_lengths` makes it ask for shapes, which are looked up here."""
+    """megatron-core's communicator; `variable_seq_lengths` makes it request shapes, which are looked up here."""
 
     def __init__(self, pp_group: Any, config: Any, forward: Iterator[Shape], backward: Iterator[Shape]):
         super().__init__(pp_group, config)

@@ -1,7 +1,7 @@
-"""Moving rows of active tokens, and choosing between two rows, as one kernel each way.
+"""Gathering and scattering rows of active tokens, and selecting between rows, with one kernel per direction.
 
 No row is gathered twice, so a gradient is read row by row through the inverse index; a general gather's backward would
-have to add rows up, in any order.
+have to sum rows, in an undefined order.
 
 Shapes: s tokens of this rank, c places for active ones, b micro-batch.  `index` [c, b]: the token at each place;
         `inverse` [s, b]: the place of each token, c where it has none; `active` [s, b].

@@ -1,4 +1,4 @@
-"""State that stays on a pipeline stage between two passes of a micro-batch, with its gradient.
+"""State that stays on a pipeline stage between two passes of a micro-batch, including its gradient.
 
 Pass k and pass k+1 of a stage run in separate forward and backward calls of the schedule, so autograd cannot connect
 them.  What pass k leaves is detached into leaves for pass k+1; a no-op on pass k's output adds the leaves' gradients
@@ -20,7 +20,7 @@ from megaponder.backbone.layer import Kept
 
 @dataclass
 class PassState:
-    """What a stage carries from pass to pass of one micro-batch."""
+    """What a stage carries between the passes of one micro-batch."""
 
     kept: list[Kept] = field(default_factory=list)
     """Per layer: what `attend` kept (empty lists and tuples in pass 0)."""
@@ -53,7 +53,7 @@ class Stash:
         return len(self._states)
 
     def take(self, microbatch: int) -> PassState:
-        """The state that the previous pass left; the graph of the coming pass holds it from here on."""
+        """The state that the previous pass left; from now on the graph of the next pass holds it."""
         return self._states.pop(microbatch)
 
     def put(self, microbatch: int, state: PassState, output: Tensor) -> Tensor:

@@ -36,10 +36,10 @@ from megaponder.ponder.base import Pass, Readout
 
 @dataclass
 class StepOutput:
-    """Means over the valid tokens of the global batch; the same numbers on every rank."""
+    """Means over the valid tokens of the global batch; equal on every rank."""
 
     loss: float
-    """NaN, as is `aux`, and `stats` is empty, where no target counts: there is nothing to take a mean of."""
+    """If no target counts there is nothing to average: this and `aux` are NaN, and `stats` is empty."""
     aux: float
     tokens: int
     stats: dict[str, float] = field(default_factory=dict)
@@ -50,11 +50,11 @@ class StepOutput:
     empty: int = field(default=0, compare=False)
     """Micro-batches of the global batch in which no target counts."""
     seconds: float = field(default=0.0, compare=False)
-    """Time on this rank; the host has read the loss, so a GPU's work is in it."""
+    """Time on this rank; the host has read the loss, so GPU work is included."""
 
 
 def _loss_of(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The schedule's loss function: the output is the loss already, divided by the global token count."""
+    """The schedule's loss function: the output already is the loss, divided by the global token count."""
     return output, torch.zeros((), dtype=torch.int, device=output.device), {}
 
 
@@ -87,7 +87,7 @@ class Engine:
         self._runner = Runner(ddp, stage, captures)
         self._seed, self._group_size = seed, group_size
         self.own_time = Stopwatch(groups.device)
-        """Of the last training step, from its first forward until gradients are to be reduced."""
+        """Time of the last training step, from its first forward up to the reduction of gradients."""
         config = stage.config
         config.finalize_model_grads_func = self._finalize
         if ddp.ddp_config.overlap_grad_reduce:
@@ -104,7 +104,7 @@ class Engine:
         return {f"fp8_amax_{tensor}": value for tensor, value in found.items()}
 
     def close(self) -> None:
-        """Let go of what would keep the process groups from ending."""
+        """Release whatever would keep the process groups alive."""
         if self._runner.captures is not None:
             self._runner.captures.close()
 
@@ -175,7 +175,7 @@ class Engine:
             if len(passes) > 1:
                 c.virtual_pipeline_model_parallel_size = len(passes)
                 c.microbatch_group_size_per_vp_stage = group
-                # batched messages would cross where PP=2: next and previous rank are the same
+                # batched messages would cross with PP=2: next and previous rank are the same
                 c.overlap_p2p_comm, c.batch_p2p_comm = True, False
         p2p = self._communicator(chunks[0].config, passes, len(batches), group, n, b)
         if len(passes) == 1:
@@ -186,7 +186,7 @@ class Engine:
             forward_backward_pipelining_with_interleaving(
                 data_iterator=[None] * len(chunks), model=chunks, p2p_communicator=p2p, **common
             )
-        assert not len(stash), "a pass left state that no pass took"
+        assert not len(stash), "a pass left state that no later pass used"
 
     def _communicator(
         self, config: Any, passes: Sequence[Pass], m: int, group: int, n: int, b: int
@@ -202,7 +202,7 @@ class Engine:
         return PassCommunicator(self.groups.pp, config, shapes(forward), shapes(backward))
 
     def _collect(self, run: Step, tokens: int) -> StepOutput:
-        """Sum over micro-batches and data-parallel ranks, then tell every pipeline stage."""
+        """Sum over micro-batches and data-parallel ranks, then broadcast to every pipeline stage."""
         method = self.stage.method
         names = ["loss", "aux", *method.stat_names(run.passes)]
         if method.halts:
@@ -228,7 +228,7 @@ class Engine:
         return out
 
     def _share(self, total: Tensor) -> None:
-        """In place: summed over data-parallel ranks on the last stage, then told to every pipeline stage."""
+        """In place: summed over data-parallel ranks on the last stage, then broadcast to every pipeline stage."""
         if self.groups.is_last_stage:
             dist.all_reduce(total, group=self.groups.dp)
         if self.groups.pp_size > 1:
@@ -253,8 +253,8 @@ class Engine:
 
     @torch.no_grad()
     def readout(self, batch: MicroBatch) -> Readout:
-        """What the last pass of a one-process model hands to the head, in evaluation."""
-        assert self.groups.world_size == 1, "a whole readout exists in a one-process model only"
+        """What the last pass of a one-process model passes to the head, in evaluation."""
+        assert self.groups.world_size == 1, "a complete readout exists only in a one-process model"
         batch = _on_device(batch, self.groups.device)
         state, out = PassState(), None
         for p in self.passes(None):

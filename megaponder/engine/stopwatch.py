@@ -1,4 +1,4 @@
-"""Time that a device needs between two points, measured without making it wait."""
+"""Device time between two points, measured without synchronising."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Stopwatch:
-    """Between `start` and `stop`: CUDA events on a GPU, which works behind the host's back, else the clock."""
+    """Between `start` and `stop`: CUDA events on a GPU, which runs asynchronously, otherwise the clock."""
 
     def __init__(self, device: torch.device):
         self._gpu = device.type == "cuda"
@@ -26,7 +26,7 @@ class Stopwatch:
         self._end = time.perf_counter()
 
     def seconds(self) -> float:
-        """Between the points of the last start and stop; asked for after the step, when a GPU has passed both."""
+        """Seconds between the last start and stop; read after the step, when a GPU has passed both."""
         if self._gpu:
             self._marks[1].synchronize()
             return self._marks[0].elapsed_time(self._marks[1]) / 1000

@@ -140,7 +140,7 @@ METRICS: tuple[Metric, ...] = (
     _ponder("kv_reuse", "ponder_kv_reuse_ratio", "ratio", "Share of later token-passes that reuse keys and values."),
     _ponder("depth_nll_correlation", "ponder_depth_nll_correlation", "correlation",
             "Correlation of a token's passes with its loss."),
-    _ponder("collapsed", "ponder_gates_collapsed", "boolean", "1 where nearly all tokens run equally many passes."),
+    _ponder("collapsed", "ponder_gates_collapsed", "boolean", "1 if nearly all tokens run the same number of passes."),
     _ponder("jacobi_rmse{iteration}", "ponder_jacobi_rmse", "root mean square",
             "How far the refinement moved the latents.", "iteration"),
     _ponder("valid_loss_pass{pass}", "ponder_validation_pass_loss", "nats",

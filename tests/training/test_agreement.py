@@ -68,9 +68,9 @@ HERE = socket.gethostname()
     ("name", "words"),
     [
         ("stale-always", f"rank 1 on node2 sees 1, the newest of them step_00000003, rank 0 on {HERE} sees 2, the new"),
-        ("other-disk", f"rank 1 on node2 finds that its manifest.json is another one, rank 0 on {HERE} does not"),
+        ("other-disk", f"rank 1 on node2 finds that its manifest.json is different, rank 0 on {HERE} does not"),
         ("lost-shard", "is not the same on all ranks: rank 1 on node2 finds that __0_0.distcp is missing"),
-        ("load", "is not the same on all ranks: rank 1 on node2 finds that its manifest.json is another one"),
+        ("load", "is not the same on all ranks: rank 1 on node2 finds that its manifest.json is different"),
         ("private-run", "rank 1 on node2 does not see what rank 0 has just written to the folder"),
         ("private-checkpoints", "rank 1 on node2 does not see what rank 0 has just written to the folder"),
     ],

@@ -160,7 +160,7 @@ def test_checkpoints_of_earlier_versions_go_on(base: Base, changed: Any) -> None
 def test_other_data_on_another_rank_are_refused(base: Base, changed: Any) -> None:
     sentence = agreed(changed, "other")
     assert (
-        sentence.startswith("The dataset data/train is another one on rank 1 on ") and "than on rank 0 on" in sentence
+        sentence.startswith("The dataset data/train on rank 1 on ") and "differs from the one on rank 0 on" in sentence
     )
     assert "its size of .bin is 400, not 386; give all nodes the same files." in sentence
     assert not (base.root / "changed" / "other" / "metrics.jsonl").exists()
