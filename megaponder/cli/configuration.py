@@ -1,4 +1,4 @@
-"""From a command's CONFIG and overrides to a resolved configuration, and for a plan to all that follows from it."""
+"""From a command's CONFIG and overrides to a resolved configuration and, for a plan, everything derived from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megaponder.errors import ConfigError, UserError
 
 
 def load(path: str | None, overrides: list[str]) -> RunConfig:
-    """The resolved configuration; ConfigError for what is wrong with it whatever the layout."""
+    """The resolved configuration; ConfigError for mistakes that do not depend on the layout."""
     if path is None:
         raise UserError("CONFIG is missing: name a YAML file, for example configs/demo.yaml.")
     return resolve(load_config(path, overrides))
@@ -26,8 +26,8 @@ def planned(
 ) -> tuple[RunConfig, Any, MethodFacts, int]:
     """Configuration, method, facts and world size of a plan; the world is one replica unless given.
 
-    The vocabulary comes from the preset, the configuration or the datasets' descriptions.  Datasets that are not on
-    this machine are taken on trust, if nothing else is wanted of them; so are libraries, but not what the GPU can do.
+    The vocabulary comes from the preset, the configuration or the datasets' descriptions.  Datasets missing on this
+    machine are assumed to be valid if nothing else is needed from them; so are libraries, but not GPU capabilities.
     """
     cfg = load(path, overrides)
     if cfg.data.train and (cfg.model.vocab_size is None or _is_here(cfg)):
@@ -35,7 +35,7 @@ def planned(
 
         cfg = fill_from_data(cfg, check_data(cfg))
     if cfg.model.vocab_size is None:
-        rule = "a plan needs it, and neither a preset nor a dataset gives it"
+        rule = "a plan needs it, and neither a preset nor a dataset sets it"
         raise ConfigError("model.vocab_size", None, rule, "add --model.vocab_size 50304")
     from megaponder.ponder.settings import method_of, use_plugin  # after the file's own mistakes: it imports torch
 
@@ -49,7 +49,7 @@ def planned(
 
 
 def _is_here(cfg: RunConfig) -> bool:
-    """Whether a plan can look at the datasets: a laptop often plans for a cluster's."""
+    """Whether a plan can read the datasets: a laptop often plans for a cluster's."""
     from megaponder.data.blend import parse_blend
 
     sources = parse_blend(cfg.data.train, "data.train") + parse_blend(cfg.data.valid, "data.valid")

@@ -6,7 +6,7 @@ import argparse
 
 from megaponder.cli.parser import Commands
 
-SUMMARY = "everything once, small: data, training, resume, export, text, on this machine's CPU"
+SUMMARY = "the whole workflow in small: data, training, resume, export and text, on this machine's CPU"
 
 EPILOG = """\
 What happens, in a few minutes on two cores and without any download:
@@ -20,8 +20,10 @@ What happens, in a few minutes on two cores and without any download:
 
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("demo", help=SUMMARY, description=SUMMARY, epilog=EPILOG)
-    parser.add_argument("--out", default="demo-run", metavar="FOLDER", help="where everything goes (default demo-run)")
-    parser.add_argument("--quick", action="store_true", help="a dozen steps: shows that it works, not what it learns")
+    parser.add_argument("--out", default="demo-run", metavar="FOLDER", help="output folder (default demo-run)")
+    parser.add_argument(
+        "--quick", action="store_true", help="a dozen steps: checks that everything works, not what is learnt"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ The folder holds safetensors, configuration, tokenizer and, for pondering models
   AutoModelForCausalLM.from_pretrained("hf/first", trust_remote_code=True)
 
 Vanilla models become GPT-NeoX, Llama or GPT-2 folders that need no remote code.  The folder is loaded again and its
-logits are compared with the checkpoint's; one that differs is not published.
+logits are compared with the checkpoint's; it is not published if they differ.
 """
 
 
@@ -27,15 +27,15 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("export", help=SUMMARY, description=SUMMARY, epilog=EPILOG)
     add_plugin(parser)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint folder, or run folder (its newest one)")
-    parser.add_argument("out", metavar="OUT", help="folder to write; it must not exist")
+    parser.add_argument("out", metavar="OUT", help="output folder; it must not exist")
     parser.add_argument("--tokenizer", metavar="PATH", help="tokenizer to copy; default: data.tokenizer of the run")
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="number format; default: that of the checkpoint"
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="number format; default: the checkpoint's"
     )
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
     parser.add_argument(
         "--tolerance", type=float, default=1e-4, metavar="X",
-        help="largest difference of logits, as a part of the largest logit (default 1e-4)",
+        help="largest difference of logits, as a fraction of the largest logit (default 1e-4)",
     )  # fmt: skip
 
 

@@ -26,15 +26,19 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="text to continue; - reads standard input")
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="new tokens (default 64)")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default)")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus; 1: everything (default)")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="best tokens; 0: everything (default)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling (default 0)")
-    parser.add_argument("--tokenizer", metavar="PATH", help="default: the one of the model")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling; 1: keep everything (default)"
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="sample from the K best tokens; 0: keep everything (default)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed for sampling (default 0)")
+    parser.add_argument("--tokenizer", metavar="PATH", help="default: the model's own")
     parser.add_argument("--no-cache", action="store_true", help="recompute every pass for every token (for checking)")
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run an exported folder's modelling code whatever its version"
     )
-    parser.add_argument("--device", metavar="NAME", help="cpu or cuda; default: cuda where there is one")
+    parser.add_argument("--device", metavar="NAME", help="cpu or cuda; default: cuda if available")
 
 
 def run(args: argparse.Namespace) -> int:

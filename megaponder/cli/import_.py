@@ -6,14 +6,14 @@ import argparse
 
 from megaponder.cli.parser import Commands, add_plugin
 
-SUMMARY = "bring a Hugging Face folder in as a checkpoint to start from"
+SUMMARY = "convert a Hugging Face folder to a checkpoint to start from"
 
 EPILOG = """\
 examples
   megaponder import hf/pythia-410m runs/pythia-410m
   megaponder train configs/pythia-410m-ponderlm.yaml --checkpoint.load runs/pythia-410m
 
-GPT-NeoX (Pythia), Llama and GPT-2 folders and this project's own exports are read, from safetensors only, and load at
+GPT-NeoX (Pythia), Llama and GPT-2 folders and this project's own exports are read, from safetensors only, and load in
 any layout.  The logits of both models are compared before anything is written.
 """
 
@@ -25,12 +25,12 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("out", metavar="OUT", help="run folder to write; it gets one checkpoint, of step 0")
     parser.add_argument(
         "--ignore", nargs="+", default=[], metavar="FIELD",
-        help="fields of config.json that may be dropped although this system has no place for them",
+        help="fields of config.json that may be ignored although they cannot be represented here",
     )  # fmt: skip
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
     parser.add_argument(
         "--tolerance", type=float, default=1e-4, metavar="X",
-        help="largest difference of logits, as a part of the largest logit (default 1e-4)",
+        help="largest difference of logits, as a fraction of the largest logit (default 1e-4)",
     )  # fmt: skip
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run the folder's modelling code whatever its version"

@@ -12,11 +12,11 @@ from megaponder.errors import UserError
 
 SUMMARY = "show what a checkpoint, a run or a dataset contains, and whether it is intact"
 
-UNWRITTEN = "; a file that was not copied to its end has such parts"
+UNWRITTEN = "; an incompletely copied file has such regions"
 EPILOG = """\
 examples
   megaponder inspect data/pile                              a dataset: path without .bin/.idx
-  megaponder inspect data/pile data/c4 --audit              read all of them: checksums, duplicates, shares
+  megaponder inspect data/pile data/c4 --audit              read everything: checksums, duplicates, shares
   megaponder inspect runs/first                             the newest complete checkpoint of a run
   megaponder inspect runs/first/checkpoints/step_00001000 --tensors
   megaponder inspect runs/ada --depth "The capital of France is" --figure depth.png
@@ -32,11 +32,11 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--audit", action="store_true",
         help="of one or more datasets: compare checksums, count documents that occur twice (also in two datasets), "
-        "list the longest ones and what each input file brought",
+        "list the longest ones and what each input file contributed",
     )  # fmt: skip
     parser.add_argument("--depth", metavar="TEXT", help="show how many passes each token of TEXT runs")
     parser.add_argument("--figure", metavar="FILE", default="depth.png", help="where --depth draws (default depth.png)")
-    parser.add_argument("--tokenizer", metavar="T", help="for --depth: tokenizer, if the checkpoint names none")
+    parser.add_argument("--tokenizer", metavar="T", help="for --depth: tokenizer, if the checkpoint does not name one")
     parser.add_argument("--tensors", action="store_true", help="list name, shape and type of every stored tensor")
 
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if args.audit:
         return _audit([prefix_of(path) for path in args.paths])
     if len(args.paths) > 1:
-        raise UserError(f"{args.paths[1]}: one path at a time can be inspected; several can be compared with --audit.")
+        raise UserError(f"{args.paths[1]}: only one path can be inspected at a time; use --audit to compare several.")
     path = Path(args.paths[0])
     if args.depth is not None:
         return _depth(path, args.depth, Path(args.figure), args.tokenizer)
@@ -83,7 +83,7 @@ def _depth(path: Path, text: str, figure: Path, tokenizer: str | None) -> int:
         console.print("\nall tokens have the same depth")
     for name, rows in zip(("most", "least"), depth.extremes(depths), strict=True):
         if rows[0][1] == rows[-1][1]:
-            continue  # a list of equals says nothing
+            continue  # a list of equal depths says nothing
         listed = ", ".join(f"{text!r} {mean:.2f} ({count}x)" for text, mean, count in rows)
         console.print(f"\n{name} pondered: {listed}", markup=False)
     depth.plot(depths, figure)
@@ -99,7 +99,7 @@ def _dataset(prefix: Path) -> int:
     print(f"  {info.documents:,} documents, {info.tokens:,} tokens ({info.dtype}, {info.bin_bytes / 1e6:,.1f} MB)")
     print(f"  sequences of {info.shortest:,} to {info.longest:,} tokens")
     if info.meta is None:
-        print("  no description: written by another tool; data.eod_id and model.vocab_size must be given")
+        print("  no description: written by another tool; data.eod_id and model.vocab_size must be set")
         return 0
     meta = info.meta
     print(f"  tokenizer {meta.tokenizer} ({meta.tokenizer_kind}), fingerprint {meta.tokenizer_fingerprint[:16]}")
@@ -135,7 +135,7 @@ def _audit(prefixes: list[str]) -> int:
         if one.empty:
             print(f"  empty {one.empty:,}")
         if one.inner_eods:
-            print(f"  EOD within documents {one.inner_eods:,}: texts in which it was spelled out became several")
+            print(f"  EOD within documents {one.inner_eods:,}: texts that spelled it out became several documents")
         if one.zeros:
             why = "" if one.verified else UNWRITTEN
             print(f"  zero-filled {one.zeros:,} tokens, the first number {one.first_zero:,}{why}")
@@ -165,7 +165,7 @@ def _checkpoint(path: Path, tensors: bool) -> int:
     print(f"  method {cfg.ponder.method}" + (f" ({options})" if options else ""))
     print(f"  {count:,} parameters in {len(found)} tensors" + (", with optimizer state" if contents.optimizer else ""))
     saved = ", ".join(f"{name} {size}" for name, size in contents.layout.items())
-    print(f"  saved at {saved}; it loads at any layout" if saved else "  it loads at any layout")
+    print(f"  saved at {saved}; it loads in any layout" if saved else "  it loads in any layout")
     if tensors:
         for name, meta in sorted(reader.tensors(folder).items()):
             kind = str(meta.properties.dtype).removeprefix("torch.")

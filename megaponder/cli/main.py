@@ -28,12 +28,12 @@ from megaponder.errors import UserError
 COMMANDS = (
     "demo", "prepare", "plan", "train", "watch", "replay", "eval", "compare", "generate", "inspect", "export", "import",
 )  # fmt: skip
-"""In the order in which a newcomer meets them."""
+"""In the order in which a newcomer needs them."""
 
 EPILOG = """\
 first steps
   megaponder demo                                          a small pondering model, trained on this machine
-  megaponder prepare --help                                text to indexed dataset
+  megaponder prepare --help                                convert text to an indexed dataset
   megaponder plan configs/pythia-410m-ponderlm.yaml        what a run would need
   megaponder train configs/pythia-410m-ponderlm.yaml --data.train data/pile
   torchrun --nproc-per-node 8 -m megaponder train ...      the same on eight processes
@@ -47,7 +47,7 @@ def _module(command: str) -> ModuleType:
 
 
 def build_parser(only: str | None = None) -> Parser:
-    """The parser of all commands, or of one (the others are then not imported)."""
+    """The parser of all commands, or of one (then the others are not imported)."""
     parser = Parser(
         prog="megaponder",
         description="Pretraining of pondering language models on megatron-core.",
@@ -75,7 +75,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, ModuleType | None]:
     if getattr(module, "OVERRIDES", False):
         command_parser = parser.command_parser(args.command)
         command_parser.refuse_value_of_switch(words, rest)
-        for word in rest:  # a field has a dot; anything else was meant for the command
+        for word in rest:  # a field has a dot; anything else was meant for the command itself
             name = word.partition("=")[0]
             if name.startswith("--") and "." not in name and name[2:] not in ("run", *sections()):
                 command_parser.refuse_unknown([word])
@@ -86,15 +86,15 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, ModuleType | None]:
 
 
 def _refuse_empty(args: argparse.Namespace) -> None:
-    """An empty path, as a shell makes of a variable that is not set, would mean the present folder."""
+    """Rejects an empty path, as from an unset shell variable, which would mean the current folder."""
     for name, value in vars(args).items():
         if name != "prompts" and ("" in value if isinstance(value, list) else value == ""):
-            raise UserError(f"megaponder {args.command}: {name.upper()} is empty; is a variable of the shell not set?")
+            raise UserError(f"megaponder {args.command}: {name.upper()} is empty; is a shell variable unset?")
 
 
 def keep_console_clean() -> None:
-    """Leave out what libraries say about themselves: nobody who uses a command can act on it."""
-    warnings.filterwarnings("ignore", module=r"megatron\.core")  # its deprecations, and GPU libraries that it misses
+    """Suppress libraries' messages about themselves, which users of a command cannot act on."""
+    warnings.filterwarnings("ignore", module=r"megatron\.core")  # its deprecations, and missing GPU libraries
     if not sys.stderr.isatty():  # transformers draws a bar while it loads weights; read when tqdm is imported
         os.environ.setdefault("TQDM_DISABLE", "1")
 

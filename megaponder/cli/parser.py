@@ -1,4 +1,4 @@
-"""argparse with this project's manners: no abbreviations, help that keeps its layout, one-sentence errors."""
+"""argparse with this project's conventions: no abbreviations, help that keeps its layout, one-sentence errors."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Commands = Any
 
 
 def _sentence(name: str, action: argparse.Action, word: str | None) -> str:
-    """What is wrong with an option's value (None: there is none), and the nearest legal one."""
+    """What is wrong with an option's value (None: it is missing), and the nearest legal one."""
     choices = [str(c) for c in action.choices or ()]
     listed = ", ".join(choices)
     if word is None:
         return f"{name}: it needs a value; {f'choose from {listed}' if choices else f'write {name} {action.metavar}'}"
     if action.nargs == 0:
-        return f"{name} = {word}: it takes no value; it means: {action.help}"
+        return f"{name} = {word}: it takes no value; its meaning: {action.help}"
     if choices:
         close = nearest(word, choices)
         fix = f"did you mean {close}" if close else f"choose from {listed}"
         return f"{name} = {word}: there is no such choice; {fix}"
     whole = getattr(action.type, "__name__", "") == "int"  # int itself, or a range of it
     kind = "an integer" if whole else "a number"
-    fix = "leave it out" if action.default is None else f"the default is {action.default}"
+    fix = "omit it" if action.default is None else f"the default is {action.default}"
     with contextlib.suppress(ValueError, OverflowError):
         fix = f"the nearest is {round(float(word))}" if whole else fix
     return f"{name} = {word}: it must be {kind}; {fix}"
@@ -51,13 +51,13 @@ class Parser(argparse.ArgumentParser):
         """A UserError for an option's value (None: there is none)."""
         self.error(_sentence(argparse._get_action_name(action) or "", action, word))
 
-    # argparse calls these with the option and the word; the messages that it makes of them are no data
+    # argparse calls these with the option and the word; its own messages are not structured
 
     def _get_value(self, action: argparse.Action, word: str) -> Any:
         try:
             return super()._get_value(action, word)
         except argparse.ArgumentError as error:
-            if isinstance(error.__context__, argparse.ArgumentTypeError):  # the type has a sentence of its own
+            if isinstance(error.__context__, argparse.ArgumentTypeError):  # the type has its own sentence
                 self.error(f"{argparse._get_action_name(action)}: {error.__context__}")
             self.refuse(action, word)
 
@@ -93,11 +93,11 @@ class Parser(argparse.ArgumentParser):
         word = next((w for w in words if w.startswith("-")), words[0]).partition("=")[0]
         fields = all_fields() if "--section" in (self.usage or "") else ()
         field = nearest(word.lstrip("-"), fields)
-        # an option that looks much like it, else a field, else an option that looks a little like it
+        # a very similar option, otherwise a field, otherwise a somewhat similar option
         close = nearest(word, self._option_string_actions, 0.75) or (f"--{field}" if field else None)
         close = close or nearest(word, self._option_string_actions)
         fix = f"did you mean {close}" if close else f"see {self.prog} --help"
-        raise UserError(f"{self.prog}: it takes no {word}; {fix}.")
+        raise UserError(f"{self.prog}: unknown argument {word}; {fix}.")
 
     def command_parser(self, command: str) -> Parser:
         """The parser of a command."""
@@ -108,5 +108,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_plugin(parser: argparse.ArgumentParser) -> None:
-    """The option by which a user lets a plugin's code be run; `cli.main` does it."""
-    parser.add_argument("--plugin", metavar="PATH", help="file or folder with the model's method; its code is run")
+    """The option that lets a plugin's code run; `cli.main` runs it."""
+    parser.add_argument(
+        "--plugin", metavar="PATH", help="file or folder that defines the model's method; its code is run"
+    )

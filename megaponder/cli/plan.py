@@ -18,8 +18,8 @@ examples
   megaponder plan --presets
   megaponder plan --methods
 
-No GPU and no process group is needed: any layout can be planned anywhere, and every rule is checked.  Overrides of the
-configuration work as in `megaponder train`.  MFU counts needed FLOPs (each pass once, causal half, no recompute)
+It needs neither a GPU nor a process group: any layout can be planned anywhere, and every rule is checked.  Overrides of
+the configuration work as in `megaponder train`.  MFU counts needed FLOPs (each pass once, causal half, no recompute)
 against the dense BF16 peak.
 """
 

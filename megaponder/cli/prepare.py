@@ -15,16 +15,16 @@ examples
   megaponder prepare notes/ --tokenizer bytes --txt-split blank --output data/notes
   megaponder prepare c4.jsonl.gz --field content --on-error skip --tokenizer llama/ --output data/c4
 
-It writes data/pile.bin and data/pile.idx, which megatron-core and its relatives read, and data/pile.json, which tells
+It writes data/pile.bin and data/pile.idx, which megatron-core and related tools read, and data/pile.json, which holds
 tokenizer, vocabulary size, EOD id, counts and source files.  The bytes do not depend on --workers.
 
 documents    .jsonl: the text field of each line.  .parquet: the text column of each row.  .txt: see --txt-split.
-             Files may be packed as .gz or .zst.  A folder stands for all such files below it, in order of their paths.
-             A document without any token is left out and counted.
-end          Every document ends with one EOD: the token --eod names, else the tokenizer's own end-of-sequence token,
-             else the first of <|endoftext|>, </s> and the like.  A text in which it is spelled out keeps it as text;
+             Files may be compressed as .gz or .zst.  A folder stands for all such files below it, in order of their
+             paths.  A document without any token is skipped and counted.
+end          Every document ends with one EOD: the token named by --eod, otherwise the tokenizer's own end-of-sequence
+             token, otherwise the first of <|endoftext|>, </s> and the like.  If a text spells it out, it stays text;
              with --special-spellings token it becomes the token, and a text that ends with it gets no second one.
-interrupted  Ctrl-C, a crash or kill -9 leave data/pile.partial; the same command goes on from there.
+interrupted  Ctrl-C, a crash or kill -9 leave data/pile.partial; the same command continues from there.
 """
 
 
@@ -42,30 +42,30 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument(
         "--special-spellings", choices=("text", "token"), default="text",
-        help="a special token such as <|endoftext|> that is spelled out in a text is encoded as the text that it is "
-        "(text, the default), or becomes the token (token), so that a document may be cut in its middle",
+        help="a special token such as <|endoftext|> that is spelled out in a text is encoded as text "
+        "(text, the default), or becomes the token (token), which may split a document",
     )  # fmt: skip
-    parser.add_argument("--field", default="text", help="field or column that holds the text (default: text)")
+    parser.add_argument("--field", default="text", help="field or column with the text (default: text)")
     parser.add_argument(
         "--txt-split", default="file", metavar="RULE",
-        help="a document of a .txt file is the whole file (file, the default), each line (line), what stands between "
+        help="a document of a .txt file is the whole file (file, the default), each line (line), the parts between "
         "blank lines (blank), or between lines that equal RULE",
     )  # fmt: skip
     parser.add_argument(
         "--on-error", choices=("fail", "skip"), default="fail",
         help="invalid UTF-8 or JSON, or a missing or non-string text: stop with file and line (fail, the default), or "
-        "leave the document out and count it (skip)",
+        "skip and count the document (skip)",
     )  # fmt: skip
     parser.add_argument(
-        "--max-document", type=int, default=256, metavar="MIB", help="largest document, unpacked (default 256)"
+        "--max-document", type=int, default=256, metavar="MIB", help="largest document, decompressed (default 256)"
     )
     parser.add_argument(
         "--zstd-window", type=int, default=128, metavar="MIB",
-        help="largest window that a .zst file may ask for (default 128; files made with `zstd --long=31` need 2048)",
+        help="largest window that a .zst file may require (default 128; files made with `zstd --long=31` need 2048)",
     )  # fmt: skip
     parser.add_argument("--workers", type=int, metavar="N", help="processes that tokenize; default: all CPUs")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing dataset of that name")
-    parser.add_argument("--restart", action="store_true", help="throw away what an interrupted run left")
+    parser.add_argument("--restart", action="store_true", help="discard what an interrupted run left")
 
 
 def run(args: argparse.Namespace) -> int:

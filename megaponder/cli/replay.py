@@ -14,7 +14,7 @@ examples
   megaponder replay runs/first --tensorboard          the curves as they are in metrics.jsonl; older events are hidden
   megaponder replay runs/first --wandb offline        for a run that was trained with logging.wandb off
 
-metrics.jsonl is the record: it has every row once, whatever was interrupted.  Weights & Biases gets the run's own id; a
+metrics.jsonl is the record: it has every row once, despite interruptions.  Weights & Biases gets the run's own id; a
 run that has logged there before would show its rows twice, so --id can name another.
 """
 
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from megaponder.monitor import replay
 
     if not args.tensorboard and args.wandb is None:
-        raise UserError("megaponder replay: there is nowhere to write to; add --tensorboard or --wandb offline.")
+        raise UserError("megaponder replay: no tracker was chosen; add --tensorboard or --wandb offline.")
     for sentence in replay.replay(Path(args.run), args.tensorboard, args.wandb, args.id):
         print(sentence)
     return 0

@@ -1,4 +1,5 @@
-"""Errors that are no bugs, on stderr: one line, once, also when all processes of a node meet the same, and its code."""
+"""Errors that are not bugs, on stderr: one line, printed once even if all processes of a node have it, and its exit
+code."""
 
 from __future__ import annotations
 
@@ -15,11 +16,12 @@ from typing import Any
 from megaponder.errors import MACHINE, UserError, known
 
 STALE_SECONDS = 60
-"""Age after which a marker is of an earlier launch whose process id came back."""
+"""Age after which a marker belongs to an earlier launch with a reused process id."""
 
 
 def ended(work: Callable[[], Any]) -> int:
-    """Do a command's work; its exit code, or after a sentence that of the error: those of `megaponder.errors`."""
+    """Do a command's work; returns its exit code or, after printing the sentence, the error's (see
+    `megaponder.errors`)."""
     try:
         code = work()
         sys.stdout.flush()
@@ -41,10 +43,10 @@ def ended(work: Callable[[], Any]) -> int:
 
 
 def report_error(message: str) -> None:
-    """Print `error: ...`; under a launcher only the first process of a node that meets this message prints it.
+    """Print `error: ...`; under a launcher only the first process of a node with this message prints it.
 
-    All ranks meet the same mistake, each before any process group exists, so they agree through a marker file that
-    carries the launcher's process id.  Nodes other than the first name themselves: the mistake may be theirs alone.
+    All ranks find the same mistake before any process group exists, so they coordinate through a marker file named
+    after the launcher's process id.  Nodes other than the first name themselves: the mistake may be theirs only.
     """
     if "RANK" not in os.environ:
         _say(f"error: {message}")
@@ -56,12 +58,12 @@ def report_error(message: str) -> None:
 
 
 def _say(line: str) -> None:
-    with contextlib.suppress(OSError):  # a log on the very disk that is full: the exit code still tells
+    with contextlib.suppress(OSError):  # a log on the full disk itself: the exit code still tells
         print(line, file=sys.stderr, flush=True)
 
 
 def _first_to_say(message: str) -> bool:
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")  # its launcher stays the same
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")  # the launcher's process id stays the same
     digest = hashlib.sha256(f"{os.getppid()} {attempt} {message}".encode()).hexdigest()[:16]
     marker = Path(tempfile.gettempdir()) / f"megaponder-error-{os.getuid()}-{digest}"
     try:
@@ -73,6 +75,6 @@ def _first_to_say(message: str) -> bool:
         os.close(os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except FileExistsError:
         return False
-    except OSError:  # no place for a marker: better said twice than never
+    except OSError:  # no place for a marker: better printed twice than never
         return True
     return True

@@ -24,19 +24,19 @@ overrides
 many processes
   torchrun --nproc-per-node 8 -m megaponder train CONFIG --parallel.tensor 2 --parallel.pipeline 2
 
-  With --run write `-m -- megaponder`: torchrun has options of its own that begin with --run.
+  With --run write `-m -- megaponder`: torchrun has its own options that start with --run.
   Data-parallel size is what is left: processes / (tensor x pipeline).  `megaponder plan` shows a layout beforehand.
 
 before a long run
   The same line with --preflight checks ranks, devices, versions, disk, configuration and data of all processes, and
-  names the ones that are absent or different; it takes less than a minute and trains nothing.
+  names those that are missing or different; it takes less than a minute and trains nothing.
 
 stopping
-  SIGUSR1 or SIGUSR2 save and end with exit code 75 (start me again), SIGTERM with 143, Ctrl-C with 130, a file
-  RUN/STOP with 0.  A lost rank ends the others with 69.  docs/faults.md has the whole table.
+  SIGUSR1 or SIGUSR2 save and end with exit code 75 (restart me), SIGTERM with 143, Ctrl-C with 130, a file
+  RUN/STOP with 0.  A lost rank ends the others with 69.  docs/faults.md has the full table.
 
 continuing
-  The same command continues the run: it takes the newest complete checkpoint of the run folder, at any layout.
+  The same command continues the run: it takes the newest complete checkpoint of the run folder, in any layout.
   Every run folder holds config.yaml, the complete configuration; it can be passed as CONFIG.
 """
 
@@ -45,7 +45,7 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "train",
         help=SUMMARY,
-        description="Train a model as a configuration file says.",
+        description="Train a model as described by a configuration file.",
         usage="megaponder train CONFIG [--section.field value ...]",
         epilog=EPILOG,
     )
@@ -57,11 +57,11 @@ def add_parser(commands: Commands) -> None:
         help="write a profiler trace and a memory snapshot of two steps to RUN/profile; "
         "--logging.profile_steps chooses the steps",
     )
-    parser.add_argument("--preflight", action="store_true", help="check every process and its node, and stop")
+    parser.add_argument("--preflight", action="store_true", help="check every process and its node, then stop")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load and resolve the configuration; only then import the heavy part, which checks it again as a whole."""
+    """Load and resolve the configuration; only then import the heavy part, which checks everything again."""
     if args.fields:
         from megaponder.cli.fields import print_fields
 

@@ -12,13 +12,13 @@ SUMMARY = "a board of one or more runs: loss, depth, throughput, phases; in the 
 
 EPILOG = """\
 examples
-  megaponder watch runs/first                       renewed every 5 s until the run is finished, or Ctrl-C
+  megaponder watch runs/first                       refreshed every 5 s until the run is finished, or Ctrl-C
   megaponder watch runs/first runs/second           both boards, one above the other
   megaponder watch runs/first --once                printed once, for scripts
-  megaponder watch runs/first --html board.html     a page for a browser, which loads itself again; no network
+  megaponder watch runs/first --html board.html     a page for a browser that reloads itself; no network
   megaponder watch runs/first --html board.html --once
 
-It reads RUN/metrics.jsonl and nothing else, so it works from another machine that sees the folder, during and after the
+It reads RUN/metrics.jsonl and nothing else, so it works from any machine that sees the folder, during and after the
 run.  The time between rows is logging.every steps.
 """
 
@@ -27,8 +27,8 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("watch", help=SUMMARY, description=SUMMARY, epilog=EPILOG)
     parser.add_argument("runs", metavar="RUN", nargs="+", help="run folders")
     parser.add_argument("--html", metavar="FILE", help="write a page instead of drawing in the terminal")
-    parser.add_argument("--once", action="store_true", help="show the present state and stop")
-    parser.add_argument("--every", type=float, default=5.0, metavar="S", help="seconds between looks (default 5)")
+    parser.add_argument("--once", action="store_true", help="show the current state and stop")
+    parser.add_argument("--every", type=float, default=5.0, metavar="S", help="seconds between refreshes (default 5)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     if page is not None and not page.parent.is_dir():
         raise UserError(f"--html {page}: there is no folder {page.parent}.")
     if page is not None and page.is_dir():
-        raise UserError(f"--html {page}: a folder has this name; name a file, for example {page / 'board.html'}.")
+        raise UserError(f"--html {page}: this is a folder; give a file, for example {page / 'board.html'}.")
     runs = [Path(name) for name in args.runs]
     if page is not None:
         return _pages(runs, page, args.every, args.once)

@@ -16,7 +16,7 @@ WIDTH = 48
 
 
 def board(overview: Overview) -> Box:
-    """Facts, and a line of blocks for every curve."""
+    """Facts, and a line of block characters for every curve."""
     facts = Table.grid(padding=(0, 2))
     for _ in range(4):
         facts.add_column()

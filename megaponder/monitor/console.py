@@ -1,4 +1,4 @@
-"""The line a person reads."""
+"""The console line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megaponder.monitor.row import Row
 
 
 def line(row: Row, total_steps: int) -> str:
-    """One line for a row of training metrics; what is not known is left out."""
+    """One line for a row of training metrics; unknown values are omitted."""
     parts = [f"step {row.step:>{len(str(total_steps))}}/{total_steps}", f"tokens {amount(row.tokens)}"]
     for metric in METRICS:
         values = row.stats if metric.ponder else row.values

@@ -1,4 +1,4 @@
-"""A node's Prometheus endpoint: what a run tells it, and what happens where its port is taken."""
+"""A node's Prometheus endpoint: what a run reports to it, and what happens if its port is taken."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megaponder.monitor.server import Endpoint
 
 
 def wanted(cfg: RunConfig) -> bool:
-    """Whether this process serves: the first of its node, where a port is configured."""
+    """Whether this process serves: the first of its node, if a port is configured."""
     return cfg.logging.prometheus_port > 0 and launcher.place().local_rank == 0
 
 
@@ -25,7 +25,7 @@ class Exporter:
     def __init__(self, cfg: RunConfig, identity: Identity, step: int, total_steps: int):
         self.samples = Samples(labels(identity), build_info(cfg))
         s = self.samples
-        for reason in registry.SKIP_REASONS:  # a rate can only be taken of a counter that was there before
+        for reason in registry.SKIP_REASONS:  # a rate needs a counter that already existed
             s.set("skipped_steps", 0, reason)
         s.set("restarts", identity.restarts)
         s.set("step", step)
@@ -49,7 +49,7 @@ class Exporter:
         self.samples.observe("phase_duration_seconds", seconds, phase)
 
     def skipped(self, reason: str) -> None:
-        """A step's update was left out."""
+        """A step's update was skipped."""
         self.samples.count("skipped_steps", reason)
 
     def saved(self, size: int, seconds: float) -> None:
@@ -69,12 +69,12 @@ class Exporter:
 
 
 def start(cfg: RunConfig, identity: Identity, step: int, total_steps: int) -> Exporter | str:
-    """An exporter, or the warning to print: a taken port costs the metrics, not the run."""
+    """An exporter, or the warning to print: a taken port loses the metrics, not the run."""
     try:
         return Exporter(cfg, identity, step, total_steps)
-    except (OSError, RuntimeError) as error:  # the second: no thread can be started
+    except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
         host, port = cfg.logging.prometheus_host, cfg.logging.prometheus_port
         return (
             f"logging.prometheus_port = {port}: {host}:{port} on {labels(identity)['node']} cannot be used "
-            f"({getattr(error, 'strerror', None) or error}), so this node has no /metrics; training goes on."
+            f"({getattr(error, 'strerror', None) or error}), so this node has no /metrics; training continues."
         )

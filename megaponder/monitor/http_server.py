@@ -1,8 +1,8 @@
-"""An HTTP server that cannot hurt its process: one thread, a fixed number of descriptors, a deadline for everybody.
+"""An HTTP server that cannot harm its process: one thread, a fixed number of descriptors, a deadline per client.
 
-It answers GET and HEAD by a WSGI application and closes each connection after one answer.  A client that says nothing,
-or sends or reads slowly, has `SECONDS`.  Where `MOST` connections are open, the oldest of them makes room for a new
-one: a scraper sends its whole request at once and is served, however many others only hold the line.
+It answers GET and HEAD through a WSGI application and closes each connection after one answer.  A client that is
+silent, or sends or reads slowly, has `SECONDS`.  If `MOST` connections are open, the oldest is closed for a new one: a
+scraper sends its request at once and is served, however many others only hold connections open.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from wsgiref.util import setup_testing_defaults
 
 MOST = 16
-"""Connections that are open at a time; with the listening socket, all descriptors that the server uses."""
+"""Maximum open connections; with the listening socket, all descriptors that the server uses."""
 SECONDS = 5.0
 """From accepting a connection to the last byte of its answer."""
 REQUEST_BYTES = 8192
@@ -34,14 +34,14 @@ class _Connection:
 
 
 class HttpServer:
-    """Serves until it is closed; OSError or RuntimeError if the address or a thread cannot be had."""
+    """Serves until it is closed; OSError or RuntimeError if the address or a thread is not available."""
 
     def __init__(self, host: str, port: int, application: Application):
         self._application = application
         self._listener = socket.create_server((host, port), backlog=128)
         self._listener.setblocking(False)
         self.host, self.port = self._listener.getsockname()[:2]
-        self._selector = selectors.PollSelector()  # has no descriptor of its own
+        self._selector = selectors.PollSelector()  # uses no descriptor of its own
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._open: dict[socket.socket, _Connection] = {}  # oldest first
         self._end = threading.Event()
@@ -73,12 +73,12 @@ class HttpServer:
     def _accept(self) -> None:
         if len(self._open) >= MOST:
             self._drop(next(iter(self._open.values())))
-            time.sleep(0.001)  # a flood gets this thread's time, not the process's
+            time.sleep(0.001)  # a flood uses this thread's time, not the process's
         try:
             taken, _ = self._listener.accept()
         except (BlockingIOError, ConnectionError):
             return
-        except OSError:  # the process has no descriptor left: ours are the ones to give
+        except OSError:  # the process has no descriptor left: close our own connections
             if self._open:
                 self._drop(next(iter(self._open.values())))
             time.sleep(0.1)
@@ -94,7 +94,7 @@ class HttpServer:
         connection.socket.close()
 
     def _go_on(self, connection: _Connection) -> None:
-        """Read or write as much as there is; a connection that is done, or fails, is dropped."""
+        """Read or write as much as possible; a connection that is done or fails is dropped."""
         try:
             if not connection.answer:
                 received = connection.socket.recv(REQUEST_BYTES)
@@ -126,13 +126,13 @@ class HttpServer:
         try:
             body = b"".join(self._application(environ, lambda status, headers, *_: said.extend((status, headers))))
             status, headers = said
-        except Exception:  # whatever goes wrong here, the server lives on
+        except Exception:  # whatever goes wrong here, the server keeps running
             return _message("500 Internal Server Error", [], b"")
         return _message(status, headers, body, environ["REQUEST_METHOD"] == "GET")
 
 
 def _environ(request: bytes) -> dict[str, Any] | None:
-    """What WSGI says of a request; None for one that is none or is too long."""
+    """The WSGI environment of a request; None if it is malformed or too long."""
     head = _END.split(request, maxsplit=1)[0].decode("latin-1")
     line, *fields = head.splitlines()
     words = line.split(" ")

@@ -1,4 +1,4 @@
-"""Which run, which start of it and which program: what labels and trackers name it by."""
+"""Which run, which start of it and which program: its identification in labels and trackers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Identity:
 
 
 def run_id(run: Path) -> str:
-    """The id of the run folder, made once."""
+    """The id of the run folder, created once."""
     path = run / "run_id"
     if not path.exists():
         files.write_bytes(path, f"{uuid.uuid4().hex[:12]}\n".encode())
@@ -47,7 +47,7 @@ def start(run: Path) -> Identity:
 
 
 def labels(identity: Identity) -> dict[str, str]:
-    """The common labels; the scheduler's names of job and node go before the machine's."""
+    """The common labels; the scheduler's names of job and node take precedence over the machine's."""
     env = os.environ
     job = env.get("SLURM_JOB_ID") or env.get("TORCHELASTIC_RUN_ID") or "local"
     return {"run_id": identity.run_id, "job": job, "node": env.get("SLURMD_NODENAME") or platform.node()}

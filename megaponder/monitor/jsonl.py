@@ -1,8 +1,8 @@
-"""metrics.jsonl: one JSON object a row, appended, never two rows for one step.
+"""metrics.jsonl: one JSON object per row, appended, never two rows for one step.
 
 A run that resumes from step 1000 after it had reached 1040 computes 1001 to 1040 again.  The old rows beyond 1000 are
-moved to metrics.superseded.jsonl, so that the series in metrics.jsonl is the one of the weights that live on, and
-overlays that of a run that was never stopped.
+moved to metrics.superseded.jsonl, so the series in metrics.jsonl belongs to the surviving weights and matches
+that of a run that was never stopped.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ SUPERSEDED = "metrics.superseded.jsonl"
 
 
 LONGEST = 1 << 20
-"""Bytes of a line; a row has some thousand."""
+"""Maximum bytes of a line; a row has about a thousand."""
 
 
 def scan(path: Path, needs: Sequence[str] = ()) -> tuple[list[dict[str, Any]], list[bytes]]:
-    """Rows of a file, and the whole lines that are none: no JSON, or without one of the counts `needs`."""
+    """Rows of a file, and complete lines that are not rows: not JSON, or without one of the counts in `needs`."""
     rows, damaged = [], []
     for line in _lines(path):
         try:
@@ -38,7 +38,7 @@ def scan(path: Path, needs: Sequence[str] = ()) -> tuple[list[dict[str, Any]], l
             row = None
         if isinstance(row, dict) and all(type(row.get(n)) is int and 0 <= row[n] < 2**62 for n in needs):
             rows.append(row)
-        elif line.strip() and line.endswith(b"\n"):  # else it is being written, or was when a kill came
+        elif line.strip() and line.endswith(b"\n"):  # otherwise it is being written, or was cut off by a kill
             damaged.append(line)
     return rows, damaged
 
@@ -51,7 +51,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def read(path: Path, needs: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Rows of a file, without what is damaged."""
+    """Rows of a file, without damaged lines."""
     return scan(path, needs)[0]
 
 
@@ -61,16 +61,16 @@ class Series:
 
     rows: list[dict[str, float]]
     damaged: int
-    """Lines that are no rows."""
+    """Lines that are not rows."""
     odd: tuple[str, ...]
-    """Names of values that are no numbers and were left out."""
+    """Names of values that are not numbers and were ignored."""
 
     def sentences(self) -> list[str]:
-        """What was left out, if anything."""
-        lines = "1 line is no row and was" if self.damaged == 1 else f"{self.damaged} lines are no rows and were"
-        found = [f"{lines} left out."] if self.damaged else []
+        """What was ignored, if anything."""
+        lines = "1 line is not a row and was" if self.damaged == 1 else f"{self.damaged} lines are not rows and were"
+        found = [f"{lines} ignored."] if self.damaged else []
         names = ", ".join(name[:40] for name in self.odd[:5]) + (", ..." if len(self.odd) > 5 else "")
-        return found + ([f"Values that are no numbers were left out, of {names}."] if self.odd else [])
+        return found + ([f"Values that are not numbers were ignored: {names}."] if self.odd else [])
 
 
 def _is_number(value: Any) -> bool:
@@ -84,21 +84,23 @@ def of_run(run: Path) -> Series:
         there = sorted(p.parent.name for p in folder.glob(f"*/{NAME}")) if folder.is_dir() else []
         close = difflib.get_close_matches(run.name, there, 1, 0.5)
         fix = f"did you mean {folder / close[0]}" if close else f"{folder} has {', '.join(there[:8]) or 'no run'}"
-        what = "this is no run folder" if run.exists() else "there is no such run folder"
+        what = "this is not a run folder" if run.exists() else "there is no such run folder"
         raise UserError(f"{run}: {what}; {fix}.")
     rows, damaged = scan(run / NAME, POSITION)
     if not rows:
         what = "not there"
         if (run / NAME).exists():
-            what = "empty" if (run / NAME).is_file() and not (run / NAME).stat().st_size else "no series of rows"
-        raise UserError(f"{run} has no metrics yet ({run / NAME} is {what}); the first come after logging.every steps.")
+            what = "empty" if (run / NAME).is_file() and not (run / NAME).stat().st_size else "not a series of rows"
+        raise UserError(
+            f"{run} has no metrics yet ({run / NAME} is {what}); the first are written after logging.every steps."
+        )
     odd = {name: None for row in rows for name, value in row.items() if not _is_number(value)}  # in their order
     numbers = [{n: v for n, v in row.items() if n not in odd or _is_number(v)} for row in rows]
     return Series(numbers, len(damaged), tuple(odd))
 
 
 def rewind(run: Path, step: int) -> tuple[int, int]:
-    """Move rows beyond `step`, and lines that are no rows, out of the series; returns how many of each."""
+    """Move rows beyond `step`, and lines that are not rows, out of the series; returns how many of each."""
     path = run / NAME
     rows, damaged = scan(path, POSITION)
     beyond = [r for r in rows if r["step"] > step]
@@ -106,13 +108,13 @@ def rewind(run: Path, step: int) -> tuple[int, int]:
         with files.naming(run / SUPERSEDED), (run / SUPERSEDED).open("ab") as file:
             file.writelines((json.dumps(r) + "\n").encode() for r in beyond)
             file.writelines(line.rstrip(b"\n") + b"\n" for line in damaged)
-    if path.exists():  # also to drop a line that a kill has cut off
+    if path.exists():  # also to drop a line that a kill cut off
         files.write_bytes(path, "".join(json.dumps(r) + "\n" for r in rows if r["step"] <= step).encode())
     return len(beyond), len(damaged)
 
 
 class JsonLines:
-    """Appends rows; each is on its way to the disk when `write` returns."""
+    """Appends rows; each has been handed to the system when `write` returns."""
 
     def __init__(self, run: Path):
         self._path = run / NAME
@@ -125,11 +127,11 @@ class JsonLines:
             return False
 
     def write(self, row: Row) -> None:
-        """Append a row; UserError where the file cannot take it or is no longer there, since rows would be lost."""
+        """Append a row; UserError if the file cannot be written or no longer exists, since rows would be lost."""
         if not self._is_there():
             raise UserError(
-                f"{self._path} was removed, moved or replaced while the run was going; put the run folder back and "
-                "start the same command again."
+                f"{self._path} was removed, moved or replaced during the run; restore the run folder and "
+                "run the same command again."
             )
         try:
             self._file.write(json.dumps(row.flat()) + "\n")
@@ -138,6 +140,6 @@ class JsonLines:
             raise UserError(f"{self._path} could not be written to ({why}); checkpoints are intact.") from error
 
     def close(self) -> None:
-        """Close the file; what could not be written was told by `write`."""
+        """Close the file; `write` has already reported errors."""
         with contextlib.suppress(OSError):
             self._file.close()

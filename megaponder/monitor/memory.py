@@ -1,4 +1,4 @@
-"""What PyTorch's CUDA allocator says of itself."""
+"""What PyTorch's CUDA allocator reports."""
 
 from __future__ import annotations
 

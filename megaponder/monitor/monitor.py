@@ -1,4 +1,4 @@
-"""Everything that is told of a run while it trains: files and trackers by one rank, /metrics by one rank a node."""
+"""Everything reported about a run while it trains: files and trackers by one rank, /metrics by one rank per node."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megaponder.monitor.trackers import TensorBoard, Tracker, WandB
 
 
 class Monitor:
-    """Console, metrics.jsonl, trackers and endpoint; ranks that neither log nor export keep quiet."""
+    """Console, metrics.jsonl, trackers and endpoint; ranks that neither log nor export do nothing."""
 
     def __init__(self, cfg: RunConfig, total_steps: int, costs: Costs, logs: bool, clock: PhaseClock):
         self.cfg, self.total, self.logs, self.clock = cfg, total_steps, logs, clock
         self.throughput = Throughput(costs)
         self._step: dict[str, float] = {}
-        """Seconds of the present step by phase, as far as the clock was read."""
+        """Seconds of the current step by phase, up to the last reading of the clock."""
         self._steps: list[dict[str, float]] = []
         """The same of the steps since the last row."""
         self._exporter: exporter.Exporter | None = None
@@ -33,26 +33,28 @@ class Monitor:
         self._warned: set[str] = set()
 
     def start(self, step: int, tokens: int, who: identity.Identity | None = None) -> None:
-        """Open the files at the position from which the run goes on; rows beyond it are set aside.
+        """Open the files at the position where the run continues; rows beyond it are set aside.
 
-        `who` comes from the rank that has counted this start; a monitor that is alone counts it itself.
+        `who` comes from the rank that counted this start; a monitor on its own counts it itself.
         """
         if exporter.wanted(self.cfg):
             made = exporter.start(self.cfg, who or identity.start(self._run), step, self.total)
             if isinstance(made, str):
-                print(f"warning: {made}", flush=True)  # this rank may be none that logs
+                print(f"warning: {made}", flush=True)  # this rank may not be one that logs
             else:
                 self._exporter = made
         if self.logs:
             moved, damaged = jsonl.rewind(self._run, step)
             if damaged:
-                lines = "1 line that is no row was" if damaged == 1 else f"{damaged} lines that are no rows were"
+                lines = "1 line that is not a row was" if damaged == 1 else f"{damaged} lines that are not rows were"
                 self.say(f"{lines} moved to {self._run / jsonl.SUPERSEDED}.")
             if moved:
                 rows = "1 row beyond step {} was" if moved == 1 else f"{moved} rows beyond step {{}} were"
                 self.say(f"{rows.format(step)} moved to {self._run / jsonl.SUPERSEDED}.")
             if step >= self.cfg.logging.every and not jsonl.read(self._run / jsonl.NAME, jsonl.POSITION):
-                self.say(f"Warning: {self._run / jsonl.NAME} has no rows of the {step} steps before; it begins anew.")
+                self.say(
+                    f"Warning: {self._run / jsonl.NAME} has no rows for the first {step} steps; the series starts here."
+                )
             self._trackers = [jsonl.JsonLines(self._run)]
             if self.cfg.logging.tensorboard:
                 self._trackers.append(TensorBoard(self._run, step))
@@ -69,7 +71,7 @@ class Monitor:
             print(text, flush=True)
 
     def warn(self, about: str, sentence: str | None) -> None:
-        """A warning, said when it begins to hold and not again until it has ceased to."""
+        """A warning, printed when its condition becomes true and not again until it has been false."""
         if sentence and about not in self._warned:
             self.say(f"warning: {sentence}")
         (self._warned.add if sentence else self._warned.discard)(about)
@@ -97,7 +99,7 @@ class Monitor:
                     self._exporter.outside(phase, seconds)
 
     def skipped(self, reason: str) -> None:
-        """The update of the present step is left out; `reason` is one of `registry.SKIP_REASONS`."""
+        """The update of the current step is skipped; `reason` is one of `registry.SKIP_REASONS`."""
         assert reason in SKIP_REASONS, reason
         self._skipped[reason] = self._skipped.get(reason, 0) + 1
         if self._exporter is not None:
@@ -106,7 +108,7 @@ class Monitor:
     def saved(self, path: Path, seconds: float) -> None:
         """The checkpoint `path` is complete, `seconds` after its save started."""
         if self._exporter is None and not self.logs:
-            return  # on thousands of ranks nobody asks
+            return  # on thousands of ranks this is never used
         size = manifest.size(path)
         self._noted["checkpoint_bytes"] = size
         if self._exporter is not None:
@@ -117,7 +119,7 @@ class Monitor:
         return step % self.cfg.logging.every == 0 or step == self.total
 
     def write(self, row: Row) -> None:
-        """A row to every place, with what was noted since the last one."""
+        """Write a row everywhere, with what was recorded since the last one."""
         self._read_clock()
         row.values |= self._noted | {f"skipped_{reason}": n for reason, n in self._skipped.items()}
         self._noted = {}

@@ -1,4 +1,4 @@
-"""The board as one HTML file: no script, nothing from a network; the browser loads the file again by itself."""
+"""The board as one HTML file: no script, no network; the browser reloads the file by itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megaponder.monitor.series import Overview, Panel, averaged
 COLORS = ("#1f77b4", "#d9480f", "#2b8a3e", "#862e9c", "#0b7285", "#c2255c", "#5f3dc4", "#846358")
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 460, 220, 58, 12, 12, 28
 MOST_POINTS = 600
-"""In one curve; beyond that neighbours are averaged."""
+"""Points in one curve; beyond that neighbours are averaged."""
 
 STYLE = """
 body { font: 14px/1.4 system-ui, sans-serif; margin: 24px; color: #212529; background: #fff; }
@@ -44,7 +44,7 @@ def _body(overview: Overview) -> str:
 
 
 def write(overviews: Sequence[Overview], path: Path, refresh: float) -> None:
-    """Write the page; a browser never sees half of it."""
+    """Write the page; a browser never sees a partial file."""
     files.write_bytes(path, page(overviews, refresh).encode())
 
 
@@ -95,7 +95,7 @@ def _svg(panel: Panel) -> str:
 
 def _span(values: list[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
-    if low == high:  # one value lies in the middle
+    if low == high:  # a single value is drawn in the middle
         half = abs(low) / 10 or 1.0
         return low - half, high + half
     return low, high

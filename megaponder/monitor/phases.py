@@ -15,16 +15,16 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 STEP = ("data", "agree", "forward_backward", "optimizer", "report")
-"""The phases of a step, in order.  In `agree` the ranks ask each other whether to stop; `report` is what follows the
+"""The phases of a step, in order.  In `agree` the ranks ask each other whether to stop; `report` follows the
 update: judging the step, publishing a finished checkpoint, writing a row."""
 OUTSIDE = ("evaluation", "checkpoint")
-"""Phases that interrupt training: the time of a step does not contain them."""
+"""Phases that interrupt training: the time of a step excludes them."""
 PHASES = ("start", *STEP, *OUTSIDE)
 """`start` lasts from the creation of the clock to the first step, and again while a run goes back to a checkpoint."""
 
 
 class Now(NamedTuple):
-    """Where a rank is."""
+    """A rank's current phase."""
 
     step: int
     phase: str
@@ -39,13 +39,13 @@ class PhaseClock:
         self._clock = clock
         self.now = Now(0, "start", clock())
         self.listeners: list[Callable[[Now, Now], None]] = []
-        """Called with the phase that has ended and the one that begins, by the thread that enters it."""
+        """Called with the phase that has ended and the one that starts, by the thread that enters it."""
         self._lap: dict[str, float] = {}
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """This rank goes on to `phase`, of the same step unless another is given.
+        """This rank enters `phase`, of the same step unless another is given.
 
-        Entering the present phase again is a sign of life: `now.since` starts anew.
+        Entering the current phase again shows progress: `now.since` restarts.
         """
         assert phase in PHASES, phase
         before = self.now
@@ -56,7 +56,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A phase that interrupts the present one, which goes on afterwards."""
+        """A phase that interrupts the current one, which resumes afterwards."""
         interrupted = self.now.phase
         self.enter(name)
         yield
@@ -69,5 +69,5 @@ class PhaseClock:
         return lap
 
     def idle(self) -> float:
-        """Seconds since the present phase was entered."""
+        """Seconds since the current phase was entered."""
         return self._clock() - self.now.since

@@ -16,11 +16,11 @@ NAME = "pondered.jsonl"
 SHOWN = 10
 """Tokens in each list."""
 FEWEST = 3
-"""Occurrences from which a token's mean depth is worth showing."""
+"""Minimum occurrences for a token's mean depth to be shown."""
 
 
 class Pondered:
-    """Appends one object an evaluation; rows beyond the step from which a run goes on are left out."""
+    """Appends one object per evaluation; rows beyond the step from which a run continues are dropped."""
 
     def __init__(self, cfg: RunConfig, step: int, logs: bool):
         self._path, self._logs, self._cfg = Path(cfg.run) / NAME, logs, cfg
@@ -37,7 +37,7 @@ class Pondered:
         with files.naming(self._path), self._path.open("a") as file:
             file.write(json.dumps({"step": step, "most": most, "least": least}) + "\n")
         if not most or most[0]["depth"] == least[0]["depth"]:
-            return None  # nothing is adaptive: no token differs
+            return None  # nothing is adaptive: all tokens have the same depth
         named = [", ".join(f"{row['text']!r} {row['depth']:.2f}" for row in rows[:3]) for rows in (most, least)]
         return f"Pondered most: {named[0]}; least: {named[1]}."
 
@@ -53,7 +53,7 @@ class Pondered:
         return {"id": token, "text": self._text(token), "depth": mean, "count": count}
 
     def _text(self, token: int) -> str:
-        """The token as text; its number where the run's tokenizer is not known."""
+        """The token as text; its id if the run's tokenizer is not known."""
         if self._words is None:
             self._words = _tokenizer(self._cfg) or ()
         return f"{token}" if self._words == () else self._words.decode([token])
@@ -67,5 +67,5 @@ def _tokenizer(cfg: RunConfig) -> Any:
         return None
     try:
         return load_tokenizer(cfg.data.tokenizer)
-    except UserError:  # moved away since: numbers will do
+    except UserError:  # moved away since: ids will do
         return None

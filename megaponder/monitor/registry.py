@@ -15,11 +15,11 @@ from typing import Literal
 
 PREFIX = "megaponder_"
 COMMON_LABELS = ("run_id", "job", "node")
-"""Labels of every Prometheus metric.  Never a step: each value of a label is a series of its own."""
+"""Labels of every Prometheus metric.  Never a step: each value of a label is a separate series."""
 BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0)
 """Upper ends of the step duration histogram's bins, in seconds."""
 SKIP_REASONS = ("nonfinite", "spike", "no_targets")
-"""Why an optimizer step may be left out."""
+"""Why an optimizer step may be skipped."""
 
 Kind = Literal["gauge", "counter", "histogram", "summary", "info"]
 
@@ -40,7 +40,7 @@ class Metric:
     labels: tuple[str, ...] = ()
     """Labels in Prometheus besides COMMON_LABELS."""
     console: Callable[[float], str] | None = None
-    """Its words on the console line, in the order of `METRICS`; None: not shown there."""
+    """Its text on the console line, in the order of `METRICS`; None: not shown there."""
     ponder: bool = False
     """A statistic of the pondering method."""
 
@@ -84,14 +84,14 @@ METRICS: tuple[Metric, ...] = (
            console=lambda v: f"loss {v:.4f}"),
     Metric("auxiliary_loss", "train/auxiliary_loss", "auxiliary_loss", "gauge", "nats",
            "What the method adds to the loss.", console=lambda v: f"aux {v:.4f}"),
-    _ponder("mean_depth", "ponder_passes_mean", "passes", "Mean passes of a token, where tokens halt."),
+    _ponder("mean_depth", "ponder_passes_mean", "passes", "Mean passes per token, for methods with halting."),
     Metric("grad_norm", "optimizer/grad_norm", "grad_norm", "gauge", "norm", "Global gradient norm before clipping.",
            console=lambda v: f"grad norm {v:.3f}"),
     Metric("learning_rate", "optimizer/learning_rate", "learning_rate", "gauge", "rate", "Learning rate of the step.",
            console=lambda v: f"lr {v:.2e}"),
     Metric("global_batch", "train/global_batch", "global_batch", "gauge", "sequences", "Sequences in the step."),
     Metric("skipped_{reason}", "train/skipped_{reason}", "skipped_steps", "counter", "steps",
-           "Steps whose update was left out since this process started.", ("reason",)),
+           "Steps whose update was skipped since this process started.", ("reason",)),
     Metric("empty_micro_batches", "train/empty_micro_batches", "empty_micro_batches", "counter", "micro-batches",
            "Micro-batches in which no target counts, since this process started."),
     Metric("empty_evaluations", "valid/empty_evaluations", "empty_evaluations", "gauge", "evaluations",
@@ -110,7 +110,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("mfu", "throughput/mfu", "model_flops_utilization_ratio", "gauge", "ratio",
            "Needed FLOPs over the device's peak.", console=lambda v: f"MFU {100 * v:.1f} %"),
     Metric("hfu", "throughput/hfu", "hardware_flops_utilization_ratio", "gauge", "ratio",
-           "Executed FLOPs, with recomputed ones, over the device's peak.", console=lambda v: f"HFU {100 * v:.1f} %"),
+           "Executed FLOPs (with recomputation) over the device's peak.", console=lambda v: f"HFU {100 * v:.1f} %"),
     Metric("data_seconds", "time/data_seconds", "", "gauge", "s", "Mean wait for a step's data."),
     Metric("forward_backward_seconds", "time/forward_backward_seconds", "", "gauge", "s",
            "Mean time of a step's forward and backward."),
@@ -122,7 +122,7 @@ METRICS: tuple[Metric, ...] = (
            "A step's own time on the slowest node over the median of the others."),
     Metric("evaluation_seconds", "throughput/evaluation_seconds", "", "gauge", "s", "Time of the last evaluation."),
     Metric("checkpoint_seconds", "throughput/checkpoint_seconds", "", "gauge", "s",
-           "Time for which the last checkpoint stopped training."),
+           "Time for which the last checkpoint paused training."),
     Metric("", "", "phase_duration_seconds", "summary", "s", "Time in each phase of the run.", ("phase",)),
     Metric("", "", "step_duration_seconds", "histogram", "s", "Time of a step, without evaluation and checkpoint."),
     # held-out data
@@ -130,7 +130,7 @@ METRICS: tuple[Metric, ...] = (
            console=lambda v: f"validation loss {v:.4f}"),
     # pondering
     Metric("passes", "ponder/passes", "ponder_passes", "gauge", "passes", "Passes that the step ran."),
-    _ponder("expected_depth", "ponder_expected_passes", "passes", "Mean passes that the router expects of a token."),
+    _ponder("expected_depth", "ponder_expected_passes", "passes", "Mean passes per token expected by the router."),
     _ponder("active_pass{pass}", "ponder_pass_tokens", "ratio", "Share of the tokens that run the pass.", "pass"),
     _ponder("gate{pass}_saturation", "ponder_gate_saturation_ratio", "ratio",
             "Share of the gate's values below 0.1 or above 0.9.", "pass"),
@@ -145,7 +145,7 @@ METRICS: tuple[Metric, ...] = (
             "How far the refinement moved the latents.", "iteration"),
     _ponder("valid_loss_pass{pass}", "ponder_validation_pass_loss", "nats",
             "Mean cross entropy of held-out data, read out after the pass.", "pass"),
-    _ponder("gate{pass}_bin{bin}", "", "ratio", "Share of the gate's values in this tenth of 0 to 1.", "pass", "bin"),
+    _ponder("gate{pass}_bin{bin}", "", "ratio", "Share of the gate's values in this tenth of [0, 1].", "pass", "bin"),
     # checkpoints
     Metric("checkpoint_bytes", "checkpoint/bytes", "checkpoint_bytes", "gauge", "bytes",
            "Size of the newest checkpoint."),
@@ -158,7 +158,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("", "", "start_timestamp_seconds", "gauge", "s", "When training began in this process (Unix time)."),
     Metric("", "", "restarts", "counter", "starts", "Starts of the run after its first."),
     Metric("cuda_memory_reserved_bytes", "memory/cuda_reserved_bytes", "cuda_memory_reserved_bytes", "gauge", "bytes",
-           "GPU memory that PyTorch's allocator holds."),
+           "GPU memory reserved by PyTorch's allocator."),
     Metric("cuda_alloc_retries", "memory/cuda_alloc_retries", "cuda_alloc_retries", "counter", "retries",
            "Allocations that succeeded only after cached memory was freed."),
     Metric("", "", "build", "info", "", "Version, source revision, configuration hash and folder name of the run.",
@@ -185,7 +185,7 @@ def find(name: str, ponder: bool = False) -> tuple[Metric, dict[str, str]] | Non
 
 
 def tag(name: str, ponder: bool = False) -> str:
-    """Name in the trackers; a statistic that only its method knows is ponder/<name>, any other value must be listed."""
+    """Name in the trackers; a statistic known only to its method is ponder/<name>; any other value must be listed."""
     found = find(name, ponder)
     if found is None:
         if ponder:

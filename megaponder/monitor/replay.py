@@ -1,4 +1,4 @@
-"""A run's rows, written once more into the trackers: for a run trained without them, or a tracker that lost some."""
+"""Replays a run's rows into the trackers: for a run trained without them, or a tracker that lost some."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megaponder.monitor.trackers import TensorBoard, Tracker, WandB
 def replay(
     run: Path, tensorboard: bool, wandb: Literal["offline", "online"] | None, wandb_id: str | None = None
 ) -> Iterator[str]:
-    """Write all rows; yields a sentence for each tracker that has them."""
+    """Write all rows; yields a sentence for each finished tracker."""
     series = jsonl.of_run(run)
     rows = [from_flat(r) for r in series.rows]
     unknown = {name: None for row in rows for name in row.values if registry.find(name) is None}  # in their order
@@ -27,10 +27,10 @@ def replay(
     yield from series.sentences()
     if unknown:
         names = ", ".join(name[:40] for name in list(unknown)[:5]) + (", ..." if len(unknown) > 5 else "")
-        yield f"Values that this version does not know were left out: {names}."
+        yield f"Values unknown to this version were ignored: {names}."
     if tensorboard:
         _write(TensorBoard(run, 0, replay=True), rows)
-        yield f"{run / 'tensorboard'}: {_count(rows)}; what was there before is hidden."
+        yield f"{run / 'tensorboard'}: {_count(rows)}; earlier rows there are hidden."
     if wandb is not None:
         _write(WandB(run, _config(run, wandb), wandb_id), rows)
         yield f"Weights & Biases ({wandb}): {_count(rows)}."
@@ -49,6 +49,8 @@ def _count(rows: list[Row]) -> str:
 def _config(run: Path, mode: Literal["offline", "online"]) -> RunConfig:
     path = run / "config.yaml"
     if not path.is_file():
-        raise UserError(f"{path} is missing: Weights & Biases gets the configuration with the rows.")
+        raise UserError(
+            f"{path} is missing; it is needed because Weights & Biases gets the configuration with the rows."
+        )
     cfg = load_config(path, [])
     return replace(cfg, logging=replace(cfg.logging, wandb=mode))

@@ -15,7 +15,7 @@ STATS = "ponder_"
 @dataclass
 class Row:
     """What is known after a step.  Loss, gradient norm and learning rate are those of the step itself; times and rates
-    are means since the previous row.  A value that is not known is absent, never a stand-in."""
+    are means since the previous row.  An unknown value is absent, never a placeholder."""
 
     step: int
     sequences: int
@@ -31,7 +31,7 @@ class Row:
         return {"step": self.step, "sequences": self.sequences, "tokens": self.tokens}
 
     def flat(self) -> dict[str, float | int]:
-        """All of it in one level, as written to metrics.jsonl."""
+        """All values in one level, as written to metrics.jsonl."""
         return self.position() | self.values | {f"{STATS}{name}": value for name, value in self.stats.items()}
 
     def tagged(self) -> dict[str, float]:

@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from megaponder.monitor import registry
 from megaponder.monitor.row import Row
 
-disable_created_metrics()  # a second series for each counter, which no board or alert reads
+disable_created_metrics()  # an extra series for each counter, which no board or alert reads
 TYPES: dict[registry.Kind, Any] = {
     "gauge": Gauge, "counter": Counter, "histogram": Histogram, "summary": Summary, "info": Info,
 }  # fmt: skip
@@ -52,13 +52,13 @@ class Samples(Collector):
             metric.set(value)
             return
         before = self.get(name, *labels) or 0.0
-        if value < before:  # tokens, after the run has gone back to a checkpoint
+        if value < before:  # for example tokens, after a rollback
             metric.reset()
             before = 0.0
         metric.inc(value - before)
 
     def get(self, name: str, *labels: str) -> float | None:
-        """The present value of a gauge or counter; None before its first."""
+        """The current value of a gauge or counter; None before its first."""
         return self._sample(self._known[name], self._known[name].exposed[0], labels)
 
     def _sample(self, metric: registry.Metric, exposed: str, labels: Iterable[str] = ()) -> float | None:

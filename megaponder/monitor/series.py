@@ -33,7 +33,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Overview:
-    """All that a board shows of a run."""
+    """Everything a board shows about a run."""
 
     run: str
     step: int
@@ -51,7 +51,7 @@ class Overview:
 
 
 def overview(run: Path, now: float | None = None) -> Overview:
-    """What the rows tell; UserError for a folder without rows."""
+    """The overview from the rows; UserError for a folder without rows."""
     series = jsonl.of_run(run)
     rows = series.rows
     age = max(0.0, (time.time() if now is None else now) - (run / jsonl.NAME).stat().st_mtime)

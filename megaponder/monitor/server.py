@@ -13,11 +13,11 @@ from megaponder.monitor.http_server import HttpServer
 from megaponder.monitor.samples import Samples
 
 STALLED_SECONDS = 600.0
-"""Age of the last step from which on a run counts as stalled, if ten mean steps are shorter."""
+"""Age of the last step above which a run counts as stalled, if ten mean steps are shorter."""
 
 
 class Endpoint:
-    """Serves the samples until it is closed; OSError or RuntimeError if the address or a thread cannot be had."""
+    """Serves the samples until it is closed; OSError or RuntimeError if the address or a thread is not available."""
 
     def __init__(self, samples: Samples, host: str, port: int):
         registry = CollectorRegistry(auto_describe=False)
@@ -43,7 +43,7 @@ class Endpoint:
 
 
 def health(samples: Samples, now: float) -> tuple[str, dict[str, Any]]:
-    """HTTP status and body: 200 while steps come, 503 when the last one is too long ago."""
+    """HTTP status and body: 200 while steps are made, 503 if the last one is too long ago."""
     last = samples.get("last_step_timestamp_seconds") or samples.get("start_timestamp_seconds")
     age = now - last if last else 0.0
     ok = age <= max(STALLED_SECONDS, 10 * samples.mean_step())

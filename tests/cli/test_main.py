@@ -89,7 +89,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["generate", "", "text"], "MODEL is empty"),
         (["import", "RUN", ""], "OUT is empty"),
         (["inspect", ""], "PATHS is empty"),
-        (["watch", "RUN"], "this is no run folder"),
+        (["watch", "RUN"], "this is not a run folder"),
     ],
 )
 def test_a_mistake_is_one_sentence(

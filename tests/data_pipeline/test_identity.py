@@ -83,7 +83,9 @@ def test_zeros_without_a_hole_are_found_in_windows(prefix: str, capsys: pytest.C
         check_data(config(Path(prefix).parent, [prefix]))
     check_data(config(Path(prefix).parent, [prefix], accept_zeros=[prefix]))
     assert main(["inspect", prefix, "--audit"]) == 1
-    assert "zero-filled 8,192 tokens, the first number 4,096; a file that was not" in capsys.readouterr().out
+    assert (
+        "zero-filled 8,192 tokens, the first number 4,096; an incompletely copied file has" in capsys.readouterr().out
+    )
 
 
 def test_few_zeros_are_data(tmp_path: Path) -> None:

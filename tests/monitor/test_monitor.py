@@ -123,7 +123,7 @@ def test_lost_rows_are_told(tmp_path, capsys):
         m = monitor(run, every=2, tensorboard=False)
         m.start(begin, 20 * begin)
         m.close()
-        assert capsys.readouterr().out.count("has no rows of the 3 steps before") == told
+        assert capsys.readouterr().out.count("has no rows for the first 3 steps") == told
 
 
 def test_a_pipe_has_no_rows(tmp_path):
@@ -144,7 +144,7 @@ def test_a_metrics_file_that_was_taken_away_is_told(tmp_path):
         lines = jsonl.JsonLines(run)
         lines.write(rows([1])[0])
         take_away(run)
-        with pytest.raises(UserError, match="was removed, moved or replaced while the run was going"):
+        with pytest.raises(UserError, match="was removed, moved or replaced during the run"):
             lines.write(rows([2])[0])
 
 

@@ -52,11 +52,11 @@ def test_odd_rows_are_counted_and_said(run: Path, capsys: pytest.CaptureFixture[
         words = ["--once"] if command == "watch" else ["--tensorboard"]
         assert main([command, str(run), *words]) == 0, capsys.readouterr().err
         out = " ".join(capsys.readouterr().out.replace("│", " ").split())
-        assert "5 lines are no rows and were left out." in out, out
-        assert "no numbers were left out, of loss, grad_norm, mfu, passes, skipped_[bold]" in out, out
-    assert "this version does not know were left out: of_tomorrow." in out and "7 rows up to step 7" in out
+        assert "5 lines are not rows and were ignored." in out, out
+        assert "not numbers were ignored: loss, grad_norm, mfu, passes, skipped_[bold]" in out, out
+    assert "unknown to this version were ignored: of_tomorrow." in out and "7 rows up to step 7" in out
     assert main(["watch", str(run), "--html", str(run / "board.html"), "--once"]) == 0
-    assert "5 lines are no rows" in (run / "board.html").read_text()
+    assert "5 lines are not rows" in (run / "board.html").read_text()
 
 
 def test_wandb_offline_keeps_the_runs_id(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

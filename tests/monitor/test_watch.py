@@ -115,9 +115,9 @@ def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
         (["watch", str(tmp_path / "first2")], f"did you mean {tmp_path / 'first'}"),
         (["watch", str(tmp_path / "empty")], "has no metrics yet"),
         (["watch", str(tmp_path / "first"), "--html", "none/x.html"], "there is no folder none"),
-        (["watch", str(tmp_path / "first"), "--html", str(tmp_path)], "a folder has this name"),
+        (["watch", str(tmp_path / "first"), "--html", str(tmp_path)], "this is a folder"),
         (["watch", str(tmp_path / "first"), "--every", "0"], "more than 0 seconds"),
-        (["replay", str(tmp_path / "first")], "nowhere to write"),
+        (["replay", str(tmp_path / "first")], "no tracker was chosen"),
         (["replay", str(tmp_path / "nothing"), "--tensorboard"], "no such run folder"),
     ):
         assert main(words) == 2
