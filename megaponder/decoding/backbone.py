@@ -1,4 +1,4 @@
-"""Embedding, layer stack and final norm, made of the features that the configuration names.
+"""Embedding, layer stack and final norm, built from the features in the configuration.
 
 Shapes: b batch, r rows, k keys, H hidden.
 """
@@ -19,7 +19,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 def linear(module: nn.Module, x: Tensor) -> Tensor:
-    """A Linear in float32 at least: decisions must not hang on rounding."""
+    """A Linear in float32 at least: decisions must not depend on rounding."""
     return F.linear(wide(x), wide(module.weight), wide(module.bias))  # type: ignore[arg-type]
 
 
@@ -63,9 +63,10 @@ def rotate(x: Tensor, tables: tuple[Tensor, Tensor] | None) -> Tensor:
 
 
 def weigh(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v with 8 more channels a head, by which q k^T scale gains `weight` [b, k]; v gains zeros.
+    """q, k, v with 8 more channels a head, through which q k^T scale gains `weight` [b, k]; v gains zeros.
 
-    So fused kernels need no mask of floats.  In 16 bits the weight goes into three channels whose sum is exact to 24.
+    So fused kernels need no float mask.  In 16-bit formats the weight is split over three channels whose sum is exact
+    to 24 bits.
     """
     rest, parts = weight / scale, []
     for _ in range(1 if k.dtype in (torch.float32, torch.float64) else 3):
@@ -178,7 +179,7 @@ class Layer(nn.Module):
 
 
 class Backbone(nn.Module):
-    """Embedding, layer stack and final norm; methods decide how they are put together."""
+    """Embedding, layer stack and final norm; methods decide how they are combined."""
 
     def __init__(self, config: MegaponderConfig):
         super().__init__()
@@ -191,14 +192,14 @@ class Backbone(nn.Module):
         self.norm = make_norm(config, config.hidden_size)
 
     def embed(self, words: Tensor, positions: Tensor, factor: float = 1.0) -> Tensor:
-        """factor * scale * words (rows of the table), plus unscaled learned positions where the model has them."""
+        """factor * scale * words (rows of the table), plus unscaled learned positions if the model has them."""
         x = words * (factor * self.config.embedding_scale)
         return x + self.embed_positions(positions) if self.config.positions == "learned" else x
 
     def stack(self, x: Tensor, index: int, view: View, kept: list[tuple[Tensor, ...]] | None = None) -> Tensor:
         """Pass `index` of rows [b, r, H] through all layers, without the final norm.
 
-        `kept`, one tuple a layer: the keys and values that `view` needs of earlier passes; brought up to date.
+        `kept`, one tuple per layer: the keys and values that `view` needs from earlier passes; updated in place.
         """
         tables = rotary_tables(self.config, view.positions, x.dtype)
         for i, layer in enumerate(self.layers):

@@ -1,4 +1,4 @@
-"""Keys and values of all passes, and what the rows in them are.
+"""Keys and values of all passes, and descriptions of their rows.
 
 Shapes: b batch, r rows of a pass, k keys.
 """
@@ -15,12 +15,12 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 @dataclass
 class Rows:
-    """What the rows of one pass in the cache are; the same in all layers."""
+    """The rows of one pass in the cache; the same in all layers."""
 
     token: Tensor
-    """[r] the token that each row belongs to; never falls."""
+    """[r] the token that each row belongs to; non-decreasing."""
     alive: Tensor | None = None
-    """[b, r] False where a row is there only for other sequences of the batch; None: all alive."""
+    """[b, r] False where a row exists only for other sequences of the batch; None: all alive."""
     weight: Tensor | None = None
     """[b, r] added to the attention logits of the row's key; None: 0."""
 
@@ -37,12 +37,12 @@ class Rows:
         return Rows(self.token[rows], *(None if x is None else x[:, rows] for x in (self.alive, self.weight)))
 
     def over_batch(self, change: Callable[[Tensor], Tensor]) -> Rows:
-        """The rows of another batch, made by `change` [b, r] -> [b', r]."""
+        """The rows of a changed batch, by `change` [b, r] -> [b', r]."""
         return Rows(self.token, *(None if x is None else change(x) for x in (self.alive, self.weight)))
 
 
 def _joined(a: Tensor | None, b: Tensor | None, rows_a: Tensor, rows_b: Tensor, absent: float) -> Tensor | None:
-    """[b, r + r'] where either half may be absent."""
+    """[b, r + r'] where either half may be None."""
     there = a if a is not None else b
     if there is None:
         return None
@@ -55,8 +55,8 @@ def _joined(a: Tensor | None, b: Tensor | None, rows_a: Tensor, rows_b: Tensor, 
 class PonderCache(Cache):
     """Keys and values of every pass: entry `pass * layers + layer`.
 
-    A pass may hold any number of rows for a token: slots, or none where no sequence of the batch took it.  `rows` tells
-    which; the length is counted in tokens, as `generate` expects.  Beam reordering and cropping act on all of it.
+    A pass may hold any number of rows for a token: slots, or none if no sequence of the batch ran it.  `rows` records
+    which; the length is counted in tokens, as `generate` expects.  Beam reordering and cropping apply to everything.
     """
 
     def __init__(self, layers: int):
@@ -79,14 +79,14 @@ class PonderCache(Cache):
         first = index * self.layers_a_pass
         for i in range(first, first + self.layers_a_pass):
             keys, values = self.layers[i].keys[:, :, rows], self.layers[i].values[:, :, rows]
-            self.layers[i] = DynamicLayer()  # without rows it must forget the batch size
+            self.layers[i] = DynamicLayer()  # without rows it must reset the batch size
             if keys.shape[2]:
                 self.layers[i].update(keys, values)
         if not len(self.rows[index].token):
             del self.rows[index]
 
     def drop_dead(self, index: int) -> None:
-        """Forget the rows of a pass that no sequence of the batch took."""
+        """Drop the rows of a pass that no sequence of the batch ran."""
         alive = self.rows[index].alive
         if alive is not None and not alive.all():
             self.retain(index, alive.any(0).nonzero()[:, 0])

@@ -25,7 +25,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
     "gpt2": _GPT2,
 }
-"""Features of the backbone for a config.json that names a family instead, as those of earlier versions do."""
+"""Features of the backbone for a config.json that names only a family, as in earlier versions."""
 
 
 class MegaponderConfig(PreTrainedConfig):
@@ -94,6 +94,6 @@ class MegaponderConfig(PreTrainedConfig):
         self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """What is saved: all features, since those that are left out are another family's where `family` differs."""
+        """What is saved: all features, since omitted ones would take the defaults of `family`."""
         features: dict[str, Any] = {name: getattr(self, name) for name in _LLAMA}
         return super().to_diff_dict() | features

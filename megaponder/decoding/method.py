@@ -17,7 +17,7 @@ from megaponder.decoding.passes import Run
 
 
 class DecodingMethod:
-    """A plain language model's one pass; methods replace `hidden`, which gives one final-normed row a token."""
+    """A plain language model's one pass; methods override `hidden`, which returns one final-normed row per token."""
 
     name: ClassVar[str]
     defaults: ClassVar[dict[str, Any]] = {}
@@ -25,15 +25,15 @@ class DecodingMethod:
     training_only: ClassVar[tuple[str, ...]] = ()
     """Options without effect here."""
     arguments: ClassVar[tuple[str, ...]] = ()
-    """The method's own arguments of `forward` and `generate`, found in `Run.given`; None where they are not given."""
+    """The method's own arguments of `forward` and `generate`, found in `Run.given`; None if not given."""
     config_fields: ClassVar[dict[str, Any]] = {}
     """The method's own fields of config.json, as an export writes them."""
     as_decoded: ClassVar[dict[str, Any]] = {}
-    """Arguments of `forward` by which whole sequences are computed as decoding computes them, token by token."""
+    """Arguments of `forward` that make it compute full sequences as decoding does, token by token."""
     as_trained: ClassVar[dict[str, Any]] = {}
-    """Options by which decoding leaves out nothing that training computes."""
+    """Options with which decoding skips nothing that training computes."""
     note: ClassVar[str] = ""
-    """A paragraph for the model card, in which `$NAME` stands for an option."""
+    """A paragraph for the model card; `$NAME` is replaced by an option."""
 
     def __init__(self, config: MegaponderConfig):
         given = {name: value for name, value in config.method_options.items() if name not in self.training_only}
@@ -55,10 +55,10 @@ class DecodingMethod:
         return {}
 
     def check(self, given: dict[str, Any]) -> None:
-        """ValueError for values that `arguments` cannot have."""
+        """ValueError for invalid values of `arguments`."""
 
     def in_generation(self) -> dict[str, Any]:
-        """Arguments of `forward` in `generate`, where the caller gives none."""
+        """Arguments of `forward` in `generate`, if the caller gives none."""
         return {}
 
     def hidden(self, model: Any, ids: Tensor, run: Run) -> Tensor:

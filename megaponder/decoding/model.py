@@ -36,7 +36,7 @@ class PonderForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: MegaponderConfig):
         super().__init__(config)
         if config.method != self.decoding.name:
-            raise ValueError(f"method {config.method!r} is unknown here: this is the code of {self.decoding.name}")
+            raise ValueError(f"method {config.method!r} is unknown here: this is the code for {self.decoding.name}")
         self.ponder = self.decoding(config)
         self.model = Backbone(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -104,7 +104,7 @@ class PonderForCausalLM(PreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple:
-        """Logits [b, n, V] in float32 or wider; the mean cross entropy of the shifted `labels` where they are given.
+        """Logits [b, n, V] in float32 or wider; the mean cross entropy of the shifted `labels` if given.
 
         `attention_mask` [b, t + n] is 0 at padding (either side); positions count the real tokens.
         The method may have arguments of its own (`DecodingMethod.arguments`), which are among `kwargs`.
@@ -135,7 +135,7 @@ class PonderForCausalLM(PreTrainedModel, GenerationMixin):
         given: dict[str, Any],
     ) -> Run:
         if cache is not None and not isinstance(cache, PonderCache):
-            raise ValueError(f"a {type(cache).__name__} has no entries for passes; give no cache, or a PonderCache")
+            raise ValueError(f"a {type(cache).__name__} has no entries for passes; pass no cache, or a PonderCache")
         past, n = 0 if cache is None else cache.get_seq_length(), ids.shape[1]
         if mask is not None and tuple(mask.shape) != (ids.shape[0], past + n):
             raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; it must be {(ids.shape[0], past + n)}")

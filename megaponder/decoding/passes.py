@@ -52,16 +52,16 @@ class Run:
     given: dict[str, Any] = field(default_factory=dict)
     """The method's own arguments of this forward (`DecodingMethod.arguments`)."""
     rows: dict[int, Rows] = field(default_factory=dict)
-    """By pass: all rows that were stored, with those of this forward."""
+    """By pass: all stored rows, including those of this forward."""
 
     @property
     def real(self) -> Tensor:
-        """[b, n] True at the new tokens that are no padding."""
+        """[b, n] True at the new tokens that are not padding."""
         everyone = torch.ones_like(self.positions, dtype=torch.bool)
         return everyone if self.keep is None else self.keep[:, self.past :]
 
     def single(self, i: int) -> Run:
-        """New token i alone, when those before it are in the cache."""
+        """Only new token i, when those before it are in the cache."""
         end = self.past + i + 1
         keep = None if self.keep is None else self.keep[:, :end]
         return Run(self.positions[:, i : i + 1], keep, self.cache, end - 1, self.given)
@@ -69,7 +69,7 @@ class Run:
     def add(self, index: int, slots: int = 1, alive: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
         """Announce the rows of pass `index`, alive and weight [b, r]; returns their tokens [r]."""
         token = self.past + torch.arange(self.positions.shape[1], device=self.positions.device)
-        # without dead rows there is no need of a mask
+        # without dead rows no mask is needed
         new = Rows(token.repeat_interleave(slots), None if alive is None or alive.all() else alive, weight)
         self.rows[index] = new if self.cache is None else self.cache.add(index, new)
         return new.token
@@ -105,6 +105,6 @@ def readable(query: Tensor, key: Tensor, there: Tensor | None) -> Tensor | None:
         return None
     mask = (key <= query[:, None])[None]
     if there is not None:
-        # a row that is not there still reads itself: its result is never used, but a softmax over nothing would be NaN
+        # a missing row still reads itself: its result is never used, but a softmax over nothing would be NaN
         mask = (mask & there[:, None]) | (key == query[:, None])
     return mask[:, None]

@@ -1,1 +1,1 @@
-"""The demo: the whole way from text to a sampled Hugging Face model, by the commands that users type."""
+"""The demo: the full path from text to a sampled Hugging Face model, using the commands that users type."""

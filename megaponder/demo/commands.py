@@ -1,4 +1,4 @@
-"""The demo's steps are the commands a user would type: they are shown, then run."""
+"""The demo's steps are the commands a user would type: each is shown, then run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Command:
         to_log = f" > {relative(log)} &" if log else ""
         console.print(f"[bold green]$[/] {self.shown}{to_log}", highlight=False, soft_wrap=True)
         sys.stdout.flush()
-        # matrices of this size gain nothing from a second thread, and much is lost where it has to be waited for
+        # matrices of this size gain nothing from a second thread, and waiting for one costs much
         env = {"OMP_NUM_THREADS": "1"} | os.environ
         out = log.open("w") if log else None
         self.process = subprocess.Popen(
@@ -34,7 +34,7 @@ class Command:
         )
 
     def wait(self) -> None:
-        """Until it ends; UserError if it failed."""
+        """Wait until it ends; UserError if it failed."""
         if code := self.process.wait():
             said = self._log.read_text(errors="replace").strip().splitlines() if self._log else []
             why = f"it said: {said[-1]}" if said else "its last lines above say why."
@@ -51,7 +51,7 @@ class Command:
         return False
 
     def stop(self) -> None:
-        """Kill it, if it still runs."""
+        """Kill it, if it is still running."""
         self.process.kill()
         self.process.wait()
 

@@ -1,4 +1,4 @@
-"""Real text that every machine has: the Python standard library, as two corpora.
+"""Real text available on every machine: the Python standard library, as two corpora.
 
 `code` holds the library's modules without their docstrings, `docs` those docstrings and the language reference that
 `help()` shows, so that no sentence is in both.  Files are taken in a fixed order: the same Python gives the same bytes.
@@ -24,11 +24,11 @@ SKIPPED_FOLDERS = {
     "__pycache__",
 }
 SHORTEST_DOCUMENT = 200
-"""Characters; shorter documents teach a model little but that texts end."""
+"""Characters; shorter documents teach a model little except that texts end."""
 
 
 FEWEST_DOCUMENTS = 30
-"""So that the few hundredths of a validation part are at least one."""
+"""So that a validation part of a few percent has at least one."""
 
 
 def gather(folder: Path, max_code_bytes: int) -> dict[str, Path]:

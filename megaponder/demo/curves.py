@@ -1,4 +1,4 @@
-"""Validation curves: read from metrics.jsonl, plotted by tokens and by compute, and summed up in words."""
+"""Validation curves: read from metrics.jsonl, plotted by tokens and by compute, and summarised in words."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def verdict(pondering: Curve, vanilla: Curve) -> str:
         f"and {vanilla.losses[-1]:.3f} for {vanilla.name}"
     )
     if abs(difference) < 0.01:
-        comparison = "no difference worth the name"
+        comparison = "no notable difference"
     else:
         comparison = f"{pondering.name} is {'lower' if difference > 0 else 'HIGHER'} by {abs(difference):.3f}"
     return (

@@ -1,4 +1,4 @@
-"""`megaponder demo`: everything once, small, in a few minutes on two cores and without a download."""
+"""`megaponder demo`: the whole workflow in small, in a few minutes on two cores and without a download."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megaponder.monitor import jsonl
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "demo.yaml"
 MARKER = ".megaponder-demo"
-"""File that says that a folder was made by the demo and may be replaced by it."""
+"""File that marks a folder as made by the demo, which may replace it."""
 STEPS = 9
 CODE_BYTES = 900_000
 PROMPT = "The import statement"
@@ -41,7 +41,7 @@ def run_demo(folder: str | Path, quick: bool = False) -> int:
     """Data, tokenizer, training of a PonderLM and its vanilla twin, kill and resume, plot, export, text.
 
     `quick` does the same with fewer steps and less text: a check that everything works, with curves that mean little.
-    Returns the exit code; UserError if a step fails or `folder` holds something that is not the demo's.
+    Returns the exit code; UserError if a step fails or `folder` contains files that are not the demo's.
     """
     return Demo(Path(folder), quick).run()
 
@@ -51,7 +51,7 @@ class Demo:
 
     def __init__(self, folder: Path, quick: bool):
         if not CONFIG.is_file():
-            raise UserError(f"{CONFIG} is missing: the demo runs from a checkout of the repository.")
+            raise UserError(f"{CONFIG} is missing; the demo must be run from a checkout of the repository.")
         self.folder, self.quick = folder, quick
         self.console = Console()
         self.started = time.monotonic()
@@ -109,7 +109,7 @@ class Demo:
 
     def train(self) -> None:
         """The vanilla twin on one core and, meanwhile, the pondering model on the other."""
-        self.title("Training: PonderLM, killed half way, beside vanilla")
+        self.title("Training: PonderLM, killed half-way, beside vanilla")
         command, log = self.command("vanilla", ["--ponder.method", "vanilla"]), self.folder / "vanilla.log"
         twin = Command(self.console, command, log)
         try:
@@ -122,7 +122,7 @@ class Demo:
             twin.stop()
 
     def train_with_a_kill(self) -> None:
-        """The pondering model, killed with SIGKILL beyond its first checkpoint, then continued by the same command."""
+        """The pondering model, killed with SIGKILL after its first checkpoint, then continued by the same command."""
         command = self.command("ponderlm", [])
         run = self.folder / "ponderlm"
         cfg = load_config(CONFIG, command[2:])
@@ -137,7 +137,7 @@ class Demo:
         self.console.print(repeated_steps(run), highlight=False)
 
     def compare_and_export(self) -> str:
-        """Plots both runs beside the export of the pondering model; returns what is to be seen in the plot."""
+        """Plots both runs while exporting the pondering model; returns a summary of the plot."""
         self.title("Validation curves, and meanwhile the export to Hugging Face")
         plot = self.folder / "validation.png"
         export = Command(self.console, ["export", relative(self.folder / "ponderlm"), relative(self.folder / "hf")])
@@ -153,12 +153,12 @@ class Demo:
 
 
 def claim(folder: Path) -> None:
-    """An empty folder of the demo's own; an earlier demo is replaced, anything else is refused."""
+    """An empty folder for the demo; an earlier demo is replaced, anything else is rejected."""
     if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file; name a folder for the demo.")
+        raise UserError(f"{folder} is a file; choose a folder for the demo.")
     if folder.is_dir() and any(folder.iterdir()):
         if not (folder / MARKER).is_file():
-            raise UserError(f"{folder} is not empty and was not made by the demo; name another folder.")
+            raise UserError(f"{folder} is not empty and was not made by the demo; choose another folder.")
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARKER).touch()

@@ -28,7 +28,7 @@ def train_tokenizer(corpora: list[Path], path: Path, vocab_size: int) -> Path:
 
 
 def read_texts(corpora: list[Path]) -> Iterator[str]:
-    """The texts of JSONL corpora, one after another."""
+    """The texts of JSONL corpora in sequence."""
     for corpus in corpora:
         with open(corpus, "rb") as lines:
             for line in lines:

@@ -55,7 +55,7 @@ def write(
     prefix = "The training data has no end-of-document token, so there is no BOS either."
     if tokens.eos_id is not None:
         prefix = (
-            f"Documents were separated by token {tokens.eos_id} and nothing else: it is BOS and EOS here, an empty\n"
+            f"Documents were separated only by token {tokens.eos_id}: it is BOS and EOS here, an empty\n"
             "context starts with it, and no token is put in front of other texts (add_bos_token is false)."
         )
     text = CARD.substitute(

@@ -1,7 +1,7 @@
-"""Modelling files: which are ours, and how a folder's are run.
+"""Modelling files: which belong to this version, and how a folder's files are run.
 
-The text that is compared is the text that is run: files are read once, and modules are made of those bytes.  Nothing
-comes from compiled files (.pyc), from transformers' folder of downloaded modules, or from earlier imports.
+The text that is compared is the text that is run: files are read once, and modules are created from those bytes.
+Nothing comes from compiled files (.pyc), from transformers' folder of downloaded modules, or from earlier imports.
 """
 
 from __future__ import annotations
@@ -25,47 +25,47 @@ from megaponder.export import compose
 from megaponder.ponder import registry
 
 LARGEST = 1 << 22
-"""Bytes of a modelling file."""
+"""Maximum bytes of a modelling file."""
 _CLASS = re.compile(r"([A-Za-z_]\w*)\.([A-Za-z_]\w*)")
 _numbers = itertools.count()
 
 
 EARLIER = {"f9f33cf5c342dfca3663bfc625f5ef5f7413e51cdaf432da1737c7b3575ae6e8"}
-"""SHA-256 of the one modelling file that exports carried before there were several."""
+"""SHA-256 of the single modelling file of earlier exports."""
 
 
 def composed(method: str) -> dict[str, bytes]:
-    """Name and content of every modelling file that an export of this version with this method carries."""
+    """Name and content of every modelling file in an export of this version with this method."""
     if method not in registry.methods() or registry.decoding_class(method) is None:
         return {}
     return {name: text.encode() for name, text in compose.files(method).items()}
 
 
 def is_ours(sources: dict[str, bytes], method: str) -> bool:
-    """Whether all of these files are those of this version."""
+    """Whether all of these files are this version's."""
     ours = composed(method)
     return all(ours.get(name) == content for name, content in sources.items())
 
 
 def is_earlier(sources: dict[str, bytes]) -> bool:
-    """Whether these are an earlier version's, in whose place the present code is run."""
+    """Whether these are an earlier version's, for which the current code is run instead."""
     return all(hashlib.sha256(content).hexdigest() in EARLIER for content in sources.values())
 
 
 def read(folder: Path, reference: object, method: str, trusted: bool) -> tuple[str, dict[str, bytes]]:
     """`reference` (file.Class of an auto_map), and the files that it needs by name.
 
-    UserError where one of them is missing, lies outside the folder or, unless `trusted`, is neither ours nor of
+    UserError if one of them is missing, lies outside the folder or, unless `trusted`, is neither this version's nor in
     `EARLIER`.
     """
     match = _CLASS.fullmatch(reference) if isinstance(reference, str) else None
     if match is None:
         raise UserError(
-            f"{folder}: no model can be made of it (auto_map = {reference!r} does not name a class of a file in this "
+            f"{folder}: its model cannot be loaded (auto_map = {reference!r} does not name a class of a file in this "
             "folder)."
         )
     ours, found, wanted = composed(method), {}, [f"{match[1]}.py"]
-    for name in wanted:  # grows meanwhile
+    for name in wanted:  # grows during the loop
         if name in found:
             continue
         path = files.inside(folder, name)
@@ -75,7 +75,7 @@ def read(folder: Path, reference: object, method: str, trusted: bool) -> tuple[s
         if not trusted and content != ours.get(name) and not is_earlier({name: content}):
             raise UserError(
                 f"{folder / name} is not a modelling file of this version, and loading the model runs it; read it, "
-                "then say --trust-remote-code."
+                "then use --trust-remote-code."
             )
         found[name] = content
         wanted += _neighbours(content)
@@ -92,14 +92,14 @@ def _neighbours(content: bytes) -> Iterator[str]:
 
 def load(folder: Path, reference: str, sources: dict[str, bytes]) -> Any:
     """The class that `reference` names, from `sources` as `read` gives them."""
-    package = f"megaponder_export_{next(_numbers)}"  # its own for each load: nothing has been imported under this name
+    package = f"megaponder_export_{next(_numbers)}"  # new for each load, so nothing has been imported under this name
     sys.meta_path.insert(0, _Sources(package, folder, sources))
     file, _, name = reference.partition(".")
     return getattr(importlib.import_module(f"{package}.{file}"), name)
 
 
 class _Sources(MetaPathFinder, Loader):
-    """Makes modules of a package from bytes in memory."""
+    """Creates the modules of a package from bytes in memory."""
 
     def __init__(self, package: str, folder: Path, sources: dict[str, bytes]):
         self._package, self._folder, self._sources = package, folder, sources

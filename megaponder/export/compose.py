@@ -4,8 +4,8 @@
     configuration.py, cache.py, passes.py, backbone.py, method.py, model.py     from `megaponder/decoding`
     method_NAME.py           from NAME/decoding.py of the method, and those of the same package that it imports
 
-`from megaponder.decoding.cache import ...` becomes `from .cache import ...`; else the files are copied as they are, so
-whoever has this version can tell whether a folder's code is its own.
+`from megaponder.decoding.cache import ...` becomes `from .cache import ...`; otherwise the files are copied unchanged,
+so an installation of this version can tell whether a folder's code is its own.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _source(module: str) -> Path:
 
 
 def decoding_class(method: str) -> type[DecodingMethod]:
-    """The decoding form of a method; UserError where there is none."""
+    """The decoding form of a method; UserError if there is none."""
     if (form := registry.decoding_class(method)) is None:
         raise UserError(
             f"ponder.method = {method!r}: it has no decoding form, so it cannot be exported; add a file decoding.py "

@@ -1,4 +1,4 @@
-"""config.json of an export: every field of our configuration has a place in it, or the export stops."""
+"""config.json of an export: every field of the model section is written to it, or the export stops."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PONDER_FIELDS = {
     **{name: name for name in FEATURES},
     "tie_embeddings": "tie_word_embeddings",
 }
-# how the weights came to be, or how they lie in checkpoints: without meaning for an export
+# initialisation and checkpoint layout: meaningless in an export
 TRAINING_ONLY = {"preset", "vocab_multiple", "init", "init_std", "init_output_scale"}
 
 
@@ -34,7 +34,9 @@ def check_fields_known() -> None:
     """Refuse to export while the configuration has a model field that this module does not know."""
     unknown = {f.name for f in fields(ModelConfig)} - PONDER_FIELDS.keys() - TRAINING_ONLY - {"embedding_scale"}
     if unknown:
-        raise UserError(f"model.{min(unknown)} has no place in the exported configuration (megaponder.export.configs).")
+        raise UserError(
+            f"model.{min(unknown)} cannot be expressed in the exported configuration (megaponder.export.configs)."
+        )
 
 
 def scale_of(cfg: RunConfig) -> float:
@@ -43,7 +45,7 @@ def scale_of(cfg: RunConfig) -> float:
 
 
 def native_format(cfg: RunConfig) -> tuple[str | None, str]:
-    """The model_type of transformers that holds this model, and "" or the reason why there is none."""
+    """The model_type of transformers that can represent this model, and "" or the reason why there is none."""
     if cfg.ponder.method != "vanilla":
         return None, f"method {cfg.ponder.method}"
     if scale_of(cfg) != 1.0 and cfg.model.tie_embeddings:
@@ -55,7 +57,7 @@ def native_format(cfg: RunConfig) -> tuple[str | None, str]:
 
 
 def _what_is_lost(m: ModelConfig, form: Format) -> str:
-    """The first feature of a model that a format does not hold; empty if it holds all of them."""
+    """The first feature of a model that a format cannot represent; empty if there is none."""
     held, family = set(form.taken.values()), FAMILIES[form.family]
     if "num_kv_heads" not in held and m.num_kv_heads != m.num_heads:
         return f"grouped key/value heads in a {form.family} block"
@@ -69,7 +71,7 @@ def _what_is_lost(m: ModelConfig, form: Format) -> str:
 
 
 def _common(cfg: RunConfig, dtype: str, eos: int | None) -> dict[str, Any]:
-    # documents follow each other with one EOD in between: it is what stands before a text, so it is also the BOS
+    # documents are separated by one EOD: it precedes every text, so it is also the BOS
     return {
         "dtype": dtype,
         "initializer_range": cfg.model.init_std or 0.02,
@@ -91,7 +93,7 @@ def _mapped(model: ModelConfig, names: dict[str, str]) -> dict[str, Any]:
 
 
 def ponder_config(cfg: RunConfig, dtype: str, eos: int | None) -> dict[str, Any]:
-    """config.json of an export with modelling code of its own."""
+    """config.json of an export with its own modelling code."""
     check_fields_known()
     form, options = compose.decoding_class(cfg.ponder.method), method_of(cfg).options
     return {

@@ -27,26 +27,26 @@ SHARD_BYTES = 5 * 10**9
 
 @contextmanager
 def published(out: Path, force: bool) -> Iterator[Path]:
-    """A temporary folder that becomes `out` by a rename when the block ends, and is deleted when it fails.
+    """A temporary folder that is renamed to `out` when the block ends, and deleted if it fails.
 
-    An existing `out` is refused, or replaced with `force` if it looks like a model folder (it has a config.json).  What
-    a killed export has left beside `out` goes, or comes back where it had just been moved away.
+    An existing `out` is refused, or replaced with `force` if it looks like a model folder (it has a config.json).
+    Remains of a killed export beside `out` are deleted, or moved back if they are the replaced folder.
     """
     files.refuse_lost_link(out)
-    out = Path(os.path.realpath(out))  # resolve() has no sentence for a link that leads to itself
+    out = Path(os.path.realpath(out))  # resolve() has no useful error for a link to itself
     _sweep(out)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         if not force:
             raise UserError(f"{out} already exists; choose another folder, or say --force to replace it.")
         if not (out / "config.json").is_file():
-            raise UserError(f"{out} has no config.json, so it is no model folder and --force does not replace it.")
+            raise UserError(f"{out} has no config.json, so it is not a model folder and --force does not replace it.")
     mine = f"{socket.gethostname()}-{os.getpid()}"
     temporary, old = (out.with_name(f".{out.name}.{kind}-{mine}") for kind in (_PARTIAL, _REPLACED))
     try:
         temporary.mkdir(parents=True)
         yield temporary
         for path in temporary.iterdir():
-            path.chmod(0o666 & ~_umask())  # safetensors makes files that nobody else may read
+            path.chmod(0o666 & ~_umask())  # safetensors creates files that only the owner can read
         for path in [*temporary.iterdir(), temporary]:
             files.sync(path)
         if out.exists():
@@ -69,7 +69,7 @@ _DAY = 24 * 3600
 
 
 def _sweep(out: Path) -> None:
-    """Remove what exports to `out` have left that were killed; one that was about to be replaced comes back."""
+    """Remove remains of killed exports to `out`; a folder that was about to be replaced is restored."""
     for path in sorted(out.parent.glob(f".{glob.escape(out.name)}.*-*")):  # replaced ones last
         kind, _, owner = path.name.removeprefix(f".{out.name}.").partition("-")
         if kind not in (_PARTIAL, _REPLACED) or _lives(owner, path.stat().st_mtime):
@@ -81,7 +81,7 @@ def _sweep(out: Path) -> None:
 
 
 def _lives(owner: str, since: float) -> bool:
-    """Whether HOST-PID may still be at work on what was last changed at `since`; on other hosts, for a day."""
+    """Whether process HOST-PID may still be working on files last changed at `since`; on other hosts, for a day."""
     host, _, pid = owner.rpartition("-")
     if host != socket.gethostname() or not pid.isdecimal():
         return bool(host) and time.time() - since < _DAY
@@ -92,14 +92,14 @@ def _lives(owner: str, since: float) -> bool:
 
 
 def _umask() -> int:
-    """The process's mask, which can only be read by setting it."""
+    """The process's umask, which can only be read by setting it."""
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
 
 
 def _system_error(error: Exception) -> int | None:
-    """The system's number of an error; libraries in Rust leave it in their text."""
+    """The error number of an error; Rust libraries leave it in their text."""
     if isinstance(error, OSError):
         return error.errno
     found = re.search(r"\(os error (\d+)\)", str(error))
@@ -112,13 +112,13 @@ def write_json(path: Path, value: Any) -> None:
 
 
 LARGEST_JSON = 1 << 26
-"""Bytes of a config.json or of an index of weights: the largest published index has 9 MB."""
+"""Maximum bytes of a config.json or an index of weights: the largest published index has 9 MB."""
 LARGEST_HEADER = 1 << 25
 """Bytes of the JSON at the beginning of a safetensors file."""
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """An object from a JSON file of a folder from elsewhere; UserError if it is missing, too large or none."""
+    """An object from a JSON file in an untrusted folder; UserError if it is missing, too large or not an object."""
     path = folder / name
     try:
         value = json.loads(files.read_bounded(files.inside(folder, name), LARGEST_JSON).decode())
@@ -127,16 +127,16 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"{path} is missing.") from None
     except RecursionError:
-        raise UserError(f"{path} cannot be read: it nests too deep.") from None
+        raise UserError(f"{path} cannot be read: it is nested too deeply.") from None
     except (ValueError, OSError) as error:
         raise UserError(f"{path} cannot be read: {error}.") from error
     if not isinstance(value, dict):
-        raise UserError(f"{path} must hold a JSON object.")
+        raise UserError(f"{path} must contain a JSON object.")
     return value
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder from elsewhere has a tokenizer.json; UserError if its files are links that leave it."""
+    """Whether an untrusted folder has a tokenizer.json; UserError if its files are links that leave the folder."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         files.inside(folder, name)
     return (folder / "tokenizer.json").is_file()
@@ -146,7 +146,7 @@ def write_weights(folder: Path, tensors: dict[str, Tensor], shard_bytes: int = S
     """model.safetensors, or several files with an index; returns the files' names."""
     from huggingface_hub import split_torch_state_dict_into_shards
 
-    # rows of a larger table are views of it, and safetensors refuses what shares memory
+    # rows of a larger table are views, and safetensors rejects tensors that share memory
     tensors = {name: t.clone() if t.untyped_storage().nbytes() > t.nbytes else t for name, t in tensors.items()}
     split = split_torch_state_dict_into_shards(tensors, max_shard_size=shard_bytes)
     for filename, names in split.filename_to_tensors.items():
@@ -168,7 +168,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
             raise UserError(f"{folder / name} is missing.")
     need, free = sum(p.stat().st_size for p in paths.values()), psutil.virtual_memory().available
     if need > free:
-        raise UserError(f"{folder}: its weights take {need:,} bytes, and {free:,} bytes of memory are free.")
+        raise UserError(f"{folder}: its weights take {need:,} bytes, but only {free:,} bytes of memory are free.")
     tensors: dict[str, Tensor] = {}
     for name, path in paths.items():
         try:
@@ -190,14 +190,14 @@ def _weight_files(folder: Path) -> list[str]:
     if (folder / "model.safetensors").is_file():
         return ["model.safetensors"]
     pickled = sorted(p.name for p in folder.glob("*.bin"))
-    why = "none is there"
+    why = "there are no weights"
     if pickled:
         why = f"{pickled[0]} is pickled, and unpickling runs code; convert it with transformers"
     raise UserError(f"{folder} has no model.safetensors: {why}.")
 
 
 def _check_header(path: Path) -> None:
-    """ValueError for a header that the library would take long to read."""
+    """ValueError for a header so large that reading it would take long."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
     if LARGEST_HEADER < size <= path.stat().st_size:

@@ -1,7 +1,7 @@
-"""The tables of both doors: what parameters and fields are called outside, and which backbone each format holds.
+"""The tables for export and import: names of parameters and fields in other formats, and the backbone of each format.
 
-A feature that has parameters gets its names in `LAYER_NAMES`; one that a `model_type` of transformers has gets a place
-in `FORMATS`, which imports and exports read alike.
+A feature with parameters gets its names in `LAYER_NAMES`; one that a `model_type` of transformers supports gets an
+entry in `FORMATS`, used by both import and export.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ LAYER_NAMES = {
     "post_mlp_layernorm": "post_attention_layernorm_2",
     "mlp.linear_fc2": "mlp.down_proj",
 }
-"""A layer's parameters that are the same tensor on both sides: of the training stage -> of the modelling file."""
+"""A layer's parameters that are the same tensor on both sides: training stage -> modelling file."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How tensors are named and lie where they differ from the modelling file's (Llama's) way."""
+    """Names and layouts of tensors where they differ from the modelling file's (Llama's)."""
 
     names: dict[str, str]
-    """Parts of the modelling file's names -> of theirs, in the order of replacement."""
+    """Parts of the modelling file's names -> theirs, in order of replacement."""
     fused_heads: bool
-    """The fused matrix of q, k and v goes by heads (q, k, v of each), not by thirds."""
+    """The fused q, k, v matrix is ordered by heads (q, k, v of each), not in thirds."""
     transposed: bool = False
-    """Layer matrices lie as [in, out]."""
+    """Layer matrices are stored as [in, out]."""
     prefix: str = ""
-    """Prefix that the first published files lack."""
+    """Prefix missing in the first published files."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,16 @@ class Format:
     """One model_type of transformers."""
 
     family: str
-    """The family whose features it computes; what `taken` names may differ from it."""
+    """The family whose features it computes; fields in `taken` may differ from it."""
     architecture: str
     taken: dict[str, str]
     """Theirs -> ours (ModelConfig)."""
     defaults: dict[str, Any]
-    """Theirs -> the value that transformers takes where the file has none."""
+    """Theirs -> transformers' default if the file has no value."""
     required: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Theirs -> the values that our backbone computes; the first is transformers' default, and what is exported."""
+    """Theirs -> the values that this backbone supports; the first is transformers' default and is exported."""
     idle: tuple[str, ...] = ()
-    """Theirs, without effect where the others have the values of `required`."""
+    """Theirs, without effect when the others have the values in `required`."""
     without_dropout: tuple[str, ...] = ()
     """Theirs, exported as 0.0."""
     layout: Layout | None = None

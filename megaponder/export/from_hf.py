@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to a checkpoint that any layout loads."""
+"""From a Hugging Face folder to a checkpoint that loads in any layout."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Imported:
     config: RunConfig
     parameters: int
     max_difference: float
-    """Largest difference of logits to the Hugging Face model's, over the largest logit."""
+    """Largest difference from the Hugging Face model's logits, over the largest logit."""
 
     def __str__(self) -> str:
         model = self.config.model
@@ -54,11 +54,11 @@ def import_hf(
 ) -> Imported:
     """Write the run folder `out` with one weights-only checkpoint (step 0) of a Hugging Face folder.
 
-    GPT-NeoX, Llama and GPT-2 folders come in as vanilla models, exports with modelling code with their method.  Only
+    GPT-NeoX, Llama and GPT-2 folders become vanilla models, exports with modelling code keep their method.  Only
     safetensors are read, and modelling code that is not this version's is run only with `trust_remote_code`.  Start
-    training from it with `checkpoint.load`; another method may be named there.
-    Raises UserError for a config field that our backbones cannot represent (unless named in `ignore`), for weights that
-    do not fit, and when the logits of the two models differ by more than `tolerance` of the largest logit.
+    training from it with `checkpoint.load`; a different method may be set there.
+    Raises UserError for a config field that the backbones cannot represent (unless named in `ignore`), for weights that
+    do not match, and if the logits of the two models differ by more than `tolerance` of the largest logit.
     """
     require_transformers("megaponder import")
     reference.check_tolerance(tolerance)
@@ -86,7 +86,7 @@ def import_hf(
 
 
 def run_config(hf: dict[str, Any], source: Path, out: Path, ignore: frozenset[str]) -> RunConfig:
-    """The resolved configuration of an import; UserError for one that makes no model."""
+    """The resolved configuration of an import; UserError if it does not describe a valid model."""
     where = str(source / "config.json")
     try:
         cfg = _run_config(hf, source, out, ignore, where)
@@ -102,7 +102,7 @@ def _run_config(hf: dict[str, Any], source: Path, out: Path, ignore: frozenset[s
         from megaponder.export.configs import PONDER_FIELDS
 
         model_fields = {ours: hf[theirs] for ours, theirs in PONDER_FIELDS.items() if theirs in hf}
-        # an older version's folder has no features beside its family's, which fills them in
+        # an older version's folder has only its family's features, which the family fills in
         if lacking := sorted({t for ours, t in PONDER_FIELDS.items() if ours in MUST} - hf.keys()):
             raise UserError(f"{where}: {lacking[0]} is missing.")
         method = {"method": hf["method"], "options": hf["method_options"]}

@@ -1,4 +1,4 @@
-"""What the fields of a Hugging Face config.json mean to us: taken over, required to have a value, or without effect."""
+"""How fields of a Hugging Face config.json are handled: adopted, required to have a value, or without effect."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ IGNORED = {
     "pretraining_tp", "problem_type", "reorder_and_upcast_attn", "return_dict", "summary_activation",
     "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "task_specific_params",
     "tokenizer_class", "torch_dtype", "transformers_version", "unk_index", "use_cache", "vocab_pad_to",
-    # regularisation of training; our backbones train without dropout
+    # training regularisation; the backbones here train without dropout
     "attention_dropout", "attn_pdrop", "embd_pdrop", "hidden_dropout", "resid_pdrop",
 }  # fmt: skip
 
 
 def model_config(hf: dict[str, Any], where: str, ignore: frozenset[str] = frozenset()) -> ModelConfig:
-    """Our model section of a config.json; UserError for the first field that our backbones cannot represent."""
+    """The model section for a config.json; UserError for the first field that the backbones cannot represent."""
     kind = hf.get("model_type")
     if not isinstance(kind, str) or kind not in FORMATS:
         known = ", ".join([*FORMATS, "megaponder"])
@@ -35,7 +35,7 @@ def model_config(hf: dict[str, Any], where: str, ignore: frozenset[str] = frozen
     for name, legal in form.required.items():
         value = hf.pop(name, legal[0])
         if value not in legal:
-            raise UserError(f"{where}: {name} = {value!r}: a {form.family} block computes {legal[0]!r} only.")
+            raise UserError(f"{where}: {name} = {value!r}: a {form.family} block supports only {legal[0]!r}.")
     values = {name: hf.pop(name, default) for name, default in form.defaults.items()} | rope
     for name, value in values.items():
         _refuse_other_type(name, value, form.defaults[name], where)
@@ -47,8 +47,8 @@ def model_config(hf: dict[str, Any], where: str, ignore: frozenset[str] = frozen
         raise UserError(f"{where}: layer_types: every layer must be full_attention.")
     if left := sorted(name for name, value in hf.items() if value not in (None, False, {}, [])):
         raise UserError(
-            f"{where}: {left[0]} = {hf[left[0]]!r} is not known for model_type {kind}, so its effect would be lost; if "
-            f"it has none, say --ignore {left[0]}."
+            f"{where}: {left[0]} = {hf[left[0]]!r} is unknown for model_type {kind}, so its effect would be lost; if "
+            f"it has none, use --ignore {left[0]}."
         )
     ours = {form.taken[name]: value for name, value in values.items()}
     ours["num_kv_heads"] = ours.get("num_kv_heads") or ours["num_heads"]
@@ -57,7 +57,8 @@ def model_config(hf: dict[str, Any], where: str, ignore: frozenset[str] = frozen
 
 
 def _refuse_other_type(name: str, value: Any, default: Any, where: str) -> None:
-    """UserError for a value whose type is not that of the default; sizes are positive, and None is one of them."""
+    """UserError for a value whose type differs from the default's; sizes must be positive, and None counts as a
+    size."""
     if isinstance(default, bool):
         ok, want = isinstance(value, bool), "true or false"
     elif isinstance(default, float):
@@ -89,7 +90,7 @@ def _rope(hf: dict[str, Any], form: Format, where: str) -> dict[str, Any]:
                 if ours in form.taken.values():
                     found[_theirs(form, ours)] = value
                 elif value != 1.0:
-                    raise UserError(f"{where}: {theirs} = {value!r}: a {form.family} block rotates whole heads.")
+                    raise UserError(f"{where}: {theirs} = {value!r}: a {form.family} block rotates full heads.")
         if rope:
-            raise UserError(f"{where}: {name} has {min(rope)}, which is not known, so its effect would be lost.")
+            raise UserError(f"{where}: {name} has {min(rope)}, which is unknown, so its effect would be lost.")
     return found

@@ -20,35 +20,34 @@ if TYPE_CHECKING:
 def load_folder(path: Path, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False) -> Any:
     """The model of an export folder, in evaluation mode; weights from safetensors only.
 
-    A folder with modelling code is loaded through that very code.  Where it is not this installation's, it is run only
-    if that is asked for; an earlier version's is replaced by the present one.  Nothing outside the folder is read,
-    fetched or run.
-    UserError for a folder that makes no model, or one whose weights are not finite.
+    A folder with modelling code is loaded through that code.  If it is not this installation's, it is run only on
+    request; an earlier version's is replaced by the current one.  Nothing outside the folder is read, fetched or run.
+    UserError for a folder that is not a valid model, or one whose weights are not finite.
     """
     try:
         model, notes = _load(path, dtype, trust_remote_code)
     except UserError:
         raise
-    except Exception as error:  # whatever transformers and the modelling code make of wrong fields
+    except Exception as error:  # whatever transformers and the modelling code raise for wrong fields
         first = first_line(error).rstrip(".")
-        raise UserError(f"{path}: no model can be made of it ({type(error).__name__}: {first}).") from error
+        raise UserError(f"{path}: its model cannot be loaded ({type(error).__name__}: {first}).") from error
     wrong = [key for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in notes[kind]]
     if wrong:
         name = wrong[0] if isinstance(wrong[0], str) else wrong[0][0]
         raise UserError(f"{path}: the weights do not fit the configuration ({name}).")
     if not isinstance(scale := getattr(model.config, "embedding_scale", 1.0), int | float):
-        raise UserError(f"{path}: no model can be made of it (embedding_scale = {scale!r} is no number).")
+        raise UserError(f"{path}: its model cannot be loaded (embedding_scale = {scale!r} is not a number).")
     if bad := next((name for name, p in model.named_parameters() if not p.isfinite().all()), None):
         raise UserError(f"{path}: {bad} has values that are not finite.")
     return model.eval()
 
 
 ELSEWHERE = ("implementation", "kernel", "name_or_path", "auto_map", "commit_hash", "base_model", "fusion")
-"""Parts of the names of settings that make transformers fetch, run or swap something that is not in the folder."""
+"""Substrings of names of settings that make transformers fetch, run or swap in something outside the folder."""
 
 
 def _load(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:
-    """transformers gets a class, a configuration and tensors, never the folder: it would follow what that names."""
+    """transformers gets a class, a configuration and tensors, never the folder, whose references it would follow."""
     from transformers.utils import logging
 
     fields = folder.read_json(path, "config.json")
@@ -62,9 +61,11 @@ def _load(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any,
     with torch.device("meta"):
         size = sum(p.numel() for p in cls(config).parameters())
     if size > 2 * (stored := sum(t.numel() for t in tensors.values())):
-        raise UserError(f"{path}: config.json makes a model of {size:,} parameters, and the weights have {stored:,}.")
+        raise UserError(
+            f"{path}: config.json describes a model of {size:,} parameters, but the weights have {stored:,}."
+        )
     before = logging.get_verbosity()
-    logging.set_verbosity_error()  # its table of what does not fit comes back in the notes, to be said in a sentence
+    logging.set_verbosity_error()  # its table of mismatches is returned in the notes and reported in a sentence
     try:
         return cls.from_pretrained(
             None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
@@ -74,7 +75,7 @@ def _load(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any,
 
 
 def _class(path: Path, fields: dict[str, Any], trust_remote_code: bool) -> Any:
-    """The class of the folder's own modelling code, or transformers' own of a family that we know."""
+    """The class from the folder's own modelling code, or transformers' own class for a known family."""
     import transformers
 
     if "auto_map" in fields:
@@ -99,20 +100,20 @@ def _class(path: Path, fields: dict[str, Any], trust_remote_code: bool) -> Any:
     kind = fields.get("model_type")
     if not isinstance(kind, str) or kind not in FORMATS:
         known = ", ".join([*FORMATS, "megaponder"])
-        raise UserError(f"{path}: model_type = {kind!r}: no model can be made of it; it must be one of {known}.")
+        raise UserError(f"{path}: model_type = {kind!r}: this model cannot be loaded; it must be one of {known}.")
     return getattr(transformers, FORMATS[kind].architecture)
 
 
 def refuse_too_large(path: Path, fields: dict[str, Any], tensors: names.Tensors) -> None:
-    """UserError for more layers than the weights have tensors, before anything is made for each of them."""
+    """UserError for more layers than the weights have tensors, before anything is allocated per layer."""
     for name in ("num_hidden_layers", "n_layer"):
         layers = fields.get(name)
         if isinstance(layers, int | float) and layers > len(tensors):
-            raise UserError(f"{path}: config.json has {layers:,} layers, and the weights have {len(tensors)} tensors.")
+            raise UserError(f"{path}: config.json has {layers:,} layers, but the weights have {len(tensors)} tensors.")
 
 
 def build_model(cfg: RunConfig, plain: names.Tensors, eos: int | None = None) -> MegaponderForCausalLM:
-    """A checkpoint's model on the exports' class, in the tensors' format, without writing anything.
+    """A checkpoint's model in the exports' class, in the tensors' dtype, without writing anything.
 
     `plain` comes from `names.to_plain`; its tensors become the model's parameters.
     """

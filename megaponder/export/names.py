@@ -62,7 +62,7 @@ def to_plain(stage: Tensors, model: ModelConfig, rows: Mapping[str, int] = NO_RO
 
     `rows` are the method's own parameters in the token table, by name: one that lies in a padding row, beyond the true
     vocabulary, becomes method.NAME.weight [1, H].
-    Raises UserError for a tensor that has no place in the export.
+    Raises UserError for a tensor that cannot be exported.
     """
     assert model.num_heads is not None and model.num_kv_heads is not None and model.vocab_size is not None
     out: Tensors = {}
@@ -84,7 +84,7 @@ def to_plain(stage: Tensors, model: ModelConfig, rows: Mapping[str, int] = NO_RO
             for part, side in zip(reversed(parts), ("up", "gate"), strict=False):
                 out[f"model.layers.{match[1]}.mlp.{side}_proj.{match[3]}"] = part
         else:
-            raise UserError(f"the checkpoint's parameter {name} has no place in an export; it is of a newer format.")
+            raise UserError(f"the checkpoint's parameter {name} cannot be exported; it belongs to a newer format.")
     for parameter, row in rows.items():
         if row >= model.vocab_size:
             out[f"method.{parameter}.weight"] = stage["embedding.word_embeddings.weight"][row][None]
@@ -118,7 +118,7 @@ def to_stage(plain: Tensors, model: ModelConfig, rows: Mapping[str, int] = NO_RO
             gate = [plain[name.replace("up_proj", "gate_proj")]] if model.gated else []
             out[f"decoder.layers.{match[1]}.mlp.linear_fc1.{match[3]}"] = torch.cat([*gate, tensor])
         elif not (match and match[2] in ("self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj")):
-            raise UserError(f"the folder's parameter {name} has no place in this model.")
+            raise UserError(f"this model has no parameter {name}, which the folder contains.")
     for name, row in in_table.items():
         if name in plain:
             out["embedding.word_embeddings.weight"][row] = plain[name][0]

@@ -11,7 +11,7 @@ from megaponder.export.formats import Format, Layout
 from megaponder.export.names import Tensors, fuse_qkv, split_qkv
 
 _QKV = re.compile(r"(.+)\.self_attn\.([qkv])_proj\.(weight|bias)")
-# buffers of old files: causal masks and rotary frequencies, made anew by the model
+# buffers in old files: causal masks and rotary frequencies, recomputed by the model
 IGNORED = re.compile(r".*(\.attention\.(bias|masked_bias)|\.attn\.(bias|masked_bias)|\.rotary_emb\.inv_freq)")
 
 
@@ -34,7 +34,7 @@ def _is_matrix(name: str, tensor: Tensor) -> bool:
 
 
 def to_native(plain: Tensors, form: Format, heads: int) -> Tensors:
-    """Native tensors of plain ones; where q, k and v are fused, there are as many key/value heads as query heads."""
+    """Native tensors from plain ones; if q, k and v are fused, there are as many key/value heads as query heads."""
     if form.layout is None:
         return dict(plain)
     layout, fused = form.layout, {}
@@ -50,7 +50,7 @@ def to_native(plain: Tensors, form: Format, heads: int) -> Tensors:
 
 
 def from_native(native: Tensors, form: Format, heads: int) -> Tensors:
-    """Plain tensors of native ones; buffers of old files are left out."""
+    """Plain tensors from native ones; buffers in old files are dropped."""
     native = {name: tensor for name, tensor in native.items() if not IGNORED.fullmatch(name)}
     if form.layout is None:
         return native

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megaponder.engine.step import Engine
 
 ROWS, TOKENS, STEPWISE = 2, 48, 4
-"""Prompts of a comparison, their length, and how many last tokens are also decoded one by one with the cache."""
+"""Prompts of a comparison, their length, and how many final tokens are also decoded one by one with the cache."""
 
 
 def one_process(cfg: RunConfig) -> RunConfig:
@@ -73,8 +73,8 @@ def load(stage: torch.nn.Module, state: dict[str, Tensor]) -> None:
 def prompts(cfg: RunConfig) -> list[Tensor]:
     """Sets of token ids [ROWS, TOKENS or fewer] over the whole vocabulary, always the same: one set, or two.
 
-    Where tokens halt, or the mixture takes the likeliest tokens, a decision may lie within rounding of its threshold
-    and fall either way.  Then a second set tells such an accident from a mistake.
+    If tokens halt, or the mixture uses the likeliest tokens, a decision may lie within rounding error of its threshold
+    and fall either way.  Then a second set distinguishes such an accident from a bug.
     """
     from megaponder.ponder.settings import method_of
 
@@ -88,16 +88,16 @@ def prompts(cfg: RunConfig) -> list[Tensor]:
 
 
 def check_tolerance(tolerance: float) -> None:
-    """ConfigError for a tolerance that nothing meets, or that everything does; before the work."""
+    """ConfigError, before any work, for a tolerance that nothing or everything would meet."""
     if not 0 < tolerance < math.inf:
         raise ConfigError("tolerance", tolerance, "it must be a positive number", "the default is 1e-4")
 
 
 def engine_logits(engine: Engine, ids: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
-    """FP32 logits [b, n, V] of the checkpoint: of one forward, and those that decoding must give.
+    """FP32 logits [b, n, V] of the checkpoint: of one forward, and those expected from decoding.
 
-    The two differ where a forward approximates what decoding computes (`Method.towards_decoding`): there, the second
-    are those of so close an approximation that the next one changes less than a tenth of the tolerance.
+    The two differ if a forward approximates what decoding computes (`Method.towards_decoding`): then the second are
+    from an approximation so close that the next one changes less than a tenth of the tolerance.
     """
     once = engine.logits(ids).float().cpu()
     method, exact = engine.stage.method, once
@@ -117,8 +117,8 @@ def engine_logits(engine: Engine, ids: Tensor, tolerance: float) -> tuple[Tensor
 def export_logits(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
     """FP32 logits [b, n, V] of a transformers model: in one forward, and with its cache over the last tokens.
 
-    With the cache, what training approximates is found exactly, and decoding leaves nothing out that training computes,
-    so that the checkpoint has the same to compare with.
+    With the cache, what training approximates is computed exactly, and decoding skips nothing that training computes,
+    so that the results are comparable with the checkpoint's.
     """
     from megaponder.decoding.method import DecodingMethod
     from megaponder.export import compose

@@ -1,4 +1,4 @@
-"""The optional dependency of everything that reads or writes Hugging Face models."""
+"""The optional dependency for reading and writing Hugging Face models."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from megaponder.errors import UserError
 
 
 def require_transformers(what: str) -> None:
-    """UserError naming the extra where transformers is absent."""
+    """UserError naming the extra if transformers is not installed."""
     if find_spec("transformers") is None:
         raise UserError(f'{what} needs transformers, which is not installed; run: pip install "megaponder[export]".')

@@ -1,4 +1,4 @@
-"""Weights-only checkpoints: what an import leaves behind."""
+"""Weights-only checkpoints, as written by an import."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from megaponder.errors import UserError
 
 
 def save_weights(root: Path, cfg: RunConfig, stage: PonderStage, force: bool = False) -> Path:
-    """Write a one-process stage as checkpoint of step 0 under `root` and publish it; any layout loads it.
+    """Write a one-process stage as the checkpoint of step 0 under `root` and publish it; it loads in any layout.
 
-    UserError when it exists already, unless `force`, and when it cannot be written.
+    UserError if it already exists, unless `force`, or if it cannot be written.
     """
     target = folder.final(root, 0)
     for link in (root.parent, root, target):
@@ -27,7 +27,7 @@ def save_weights(root: Path, cfg: RunConfig, stage: PonderStage, force: bool = F
     if target.exists() and not force:
         raise UserError(f"{target} already exists; choose another folder, or say --force to replace it.")
     if (others := [p for step, p in folder.published(root).items() if step]) and not force:
-        raise UserError(f"{others[0]} is of a run, which would not start from an import; choose another folder.")
+        raise UserError(f"{others[0]} belongs to a run, which would not start from the import; choose another folder.")
     path = None
     try:
         root.mkdir(parents=True, exist_ok=True)

@@ -29,13 +29,13 @@ class Exported:
 
     folder: Path
     native: bool
-    """In transformers' own format; otherwise the folder carries its modelling code (trust_remote_code=True)."""
+    """In transformers' own format; otherwise the folder contains its modelling code (trust_remote_code=True)."""
     why_not_native: str
     """Empty if it is."""
     files: tuple[str, ...]
     parameters: int
     max_difference: float
-    """Largest difference of logits to the checkpoint's own forward, over the largest logit."""
+    """Largest difference from the logits of the checkpoint's own forward, over the largest logit."""
 
     def __str__(self) -> str:
         if self.native:
@@ -61,19 +61,19 @@ def export(
 ) -> Exported:
     """Write the Hugging Face folder `out` of a checkpoint (or of a run's newest one).
 
-    Vanilla models become GPT-NeoX, Llama or GPT-2 folders that load without remote code where these classes can hold
-    them; everything else carries its modelling code.  `dtype` (float32, bfloat16, float16) defaults to
+    Vanilla models become GPT-NeoX, Llama or GPT-2 folders that load without remote code if these classes can represent
+    them; everything else contains its modelling code.  `dtype` (float32, bfloat16, float16) defaults to
     the stored one; `tokenizer_path` to data.tokenizer.  The folder is loaded again and its logits, with and without
-    cache, are compared with the checkpoint's own forward (FP32, one process) before it gets its name.  Where
-    decoding computes what a forward approximates (PonderLM-2 and PonderLM-3), the cached logits are compared with those
-    of a close enough approximation.
-    Raises UserError when they differ by more than `tolerance` of the largest logit, or when `out` exists.
+    cache, are compared with the checkpoint's own forward (FP32, one process) before it is published.  If
+    decoding computes exactly what a forward approximates (PonderLM-2 and PonderLM-3), the cached logits are compared
+    with those of a close enough approximation.
+    Raises UserError if they differ by more than `tolerance` of the largest logit, or if `out` exists.
     """
     require_transformers("megaponder export")
     reference.check_tolerance(tolerance)
     source = locate(checkpoint)
     cfg, state = read_weights(source)
-    compose.decoding_class(cfg.ponder.method)  # its complaint comes first
+    compose.decoding_class(cfg.ponder.method)  # raises its error first
     state = cast(state, dtype)
     out = Path(out)
     with folder.published(out, force) as temporary:
@@ -92,7 +92,7 @@ def export(
 
 
 def cast(state: dict[str, Tensor], dtype: str | None) -> dict[str, Tensor]:
-    """The tensors in one format: the one asked for, or the stored one of the embedding table."""
+    """The tensors in one dtype: the requested one, or the stored one of the embedding table."""
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"dtype = {dtype!r}: it must be one of {', '.join(DTYPES)}.")
     kind = DTYPES[dtype] if dtype else state["embedding.word_embeddings.weight"].dtype
@@ -107,13 +107,13 @@ def write_model(
     eos: int | None,
     shard_bytes: int = folder.SHARD_BYTES,
 ) -> None:
-    """Weights, config.json, generation_config.json and, where no model_type `kind` holds it, the modelling code."""
+    """Weights, config.json, generation_config.json and, if no model_type `kind` represents it, the modelling code."""
     assert cfg.model.num_heads is not None
     dtype = str(plain["model.embed_tokens.weight"].dtype).removeprefix("torch.")
     if kind is not None:
         config = configs.native_config(cfg, kind, dtype, eos)
         plain = dict(plain)
-        # exact: the table is only ever read times the scale, and a tied table is never scaled here
+        # exact: the table is only ever read with the scale, and a tied table is never scaled here
         plain["model.embed_tokens.weight"] = plain["model.embed_tokens.weight"] * configs.scale_of(cfg)
         tensors = native.to_native(plain, FORMATS[kind], cfg.model.num_heads)
     else:

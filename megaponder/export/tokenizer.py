@@ -1,4 +1,4 @@
-"""Tokenizer files of an export: the same ids as in training, BOS and EOS as the model has seen them."""
+"""Tokenizer files of an export: the same ids as in training, with BOS and EOS as the model has seen them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megaponder.errors import UserError
 from megaponder.export.folder import write_json
 
 NONE = "none"
-"""In place of a path: export without a tokenizer."""
+"""Used instead of a path: export without a tokenizer."""
 SAMPLES = ("Hello world", "  two  spaces\n\n\ttab", "naïve café — 東京 🙂", "def f(x):\n    return x[0] + 1\n", "")
 
 
@@ -26,7 +26,7 @@ class TokenizerFiles:
 
 
 def find(cfg: RunConfig, path: str | Path | None) -> Tokenizer | None:
-    """The tokenizer of a run: `path`, or data.tokenizer; None for the word "none" or where neither names one."""
+    """The tokenizer of a run: `path`, or data.tokenizer; None for the word "none" or if neither is set."""
     name = cfg.data.tokenizer if path is None else str(path)
     if name is None or name == NONE:
         return None
@@ -35,7 +35,7 @@ def find(cfg: RunConfig, path: str | Path | None) -> Tokenizer | None:
     except UserError as error:
         if path is not None:
             raise
-        how = f"Name the tokenizer, or say {NONE!r} to go without."
+        how = f"Set --tokenizer to its path, or to {NONE!r} to export without one."
         raise UserError(f"data.tokenizer of the checkpoint: {error}  {how}") from error
 
 
@@ -43,8 +43,8 @@ def write(cfg: RunConfig, out: Path, path: str | Path | None) -> TokenizerFiles:
     """Write tokenizer.json and tokenizer_config.json into `out`.
 
     Training puts nothing but EOD between documents, so EOD is both BOS and EOS, and no token is added to a text
-    (add_bos_token false): with another rule an evaluation's scores change by orders of magnitude.
-    UserError where the written files do not give the training's ids on sample texts.
+    (add_bos_token false): with any other rule evaluation scores change by orders of magnitude.
+    UserError if the written files do not give the same ids as in training on sample texts.
     """
     tokenizer = find(cfg, path)
     if tokenizer is None:
@@ -54,7 +54,7 @@ def write(cfg: RunConfig, out: Path, path: str | Path | None) -> TokenizerFiles:
     if tokenizer.vocab_size > cfg.model.vocab_size:
         raise UserError(
             f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, but the model's vocabulary has "
-            f"{cfg.model.vocab_size}; name the tokenizer that the model was trained with."
+            f"{cfg.model.vocab_size}; use the tokenizer that the model was trained with."
         )
     content = {"bytes": _bytes, "huggingface": _huggingface, "sentencepiece": _sentencepiece}[tokenizer.kind](tokenizer)
     write_json(out / "tokenizer.json", content)
@@ -82,7 +82,7 @@ def _token(path: Path, index: int) -> str | None:
 
 
 def source_file(tokenizer: Tokenizer, *names: str) -> Path:
-    """The file behind a tokenizer that was given as a file or a folder."""
+    """The file of a tokenizer that was given as a file or folder."""
     path = Path(tokenizer.name)
     return path if path.is_file() else next(found for name in names for found in sorted(path.glob(name)))
 
@@ -104,7 +104,7 @@ def _without_template(processor: dict[str, Any] | None) -> dict[str, Any] | None
 
 
 def _bytes(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Bytes as a byte-level BPE without merges; the printable stand-ins of bytes are the library's."""
+    """Bytes as a byte-level BPE without merges; the printable characters for bytes are the library's."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Backend
 
@@ -117,7 +117,8 @@ def _bytes(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _stand_in(byte: int) -> str:
-    """The character by which byte-level tokenizers write a byte: itself if printable, else 256, 257, ... in order."""
+    """The character that byte-level tokenizers use for a byte: itself if printable, otherwise 256, 257, ... in
+    order."""
 
     def printable(b: int) -> bool:
         return 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b <= 255
@@ -135,7 +136,9 @@ def _sentencepiece(tokenizer: Tokenizer) -> dict[str, Any]:
 
         proto, build = import_protobuf().ModelProto(), SpmConverter.build_tokenizer_from_spm_proto
     except (ImportError, AttributeError) as error:
-        raise UserError(f"{path}: to convert it, pip install protobuf and a newer transformers ({error}).") from error
+        raise UserError(
+            f"{path}: converting it needs pip install protobuf and a newer transformers ({error})."
+        ) from error
     proto.ParseFromString(path.read_bytes())
     unigram = proto.trainer_spec.model_type == 1
     vocab = [(p.piece, p.score) for p in proto.pieces] if unigram else {p.piece: i for i, p in enumerate(proto.pieces)}
@@ -146,7 +149,7 @@ def _sentencepiece(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _check(out: Path, tokenizer: Tokenizer, eos: int | None) -> None:
-    """Refuse an export whose tokenizer differs from the training's on any sample."""
+    """Reject an export whose tokenizer differs from the one used in training on any sample."""
     from transformers import AutoTokenizer
 
     exported = AutoTokenizer.from_pretrained(out)
@@ -154,7 +157,7 @@ def _check(out: Path, tokenizer: Tokenizer, eos: int | None) -> None:
         if (got := exported(text)["input_ids"]) != want:
             raise UserError(
                 f"the tokenizer {tokenizer.name} cannot be exported: {text!r} gives ids {got[:8]} instead of "
-                f"{want[:8]}; say {NONE!r} to export without a tokenizer."
+                f"{want[:8]}; use {NONE!r} to export without a tokenizer."
             )
     if eos is not None and exported.eos_token_id != eos:
         raise UserError(f"the tokenizer {tokenizer.name} has no token of id {eos}, which ended documents in training.")

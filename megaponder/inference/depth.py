@@ -1,4 +1,4 @@
-"""How deep a checkpoint ponders each token of a text: numbers, a coloured view and a figure."""
+"""How deeply a checkpoint ponders each token of a text: numbers, a coloured view and a figure."""
 
 from __future__ import annotations
 
@@ -55,10 +55,12 @@ def read_depths(checkpoint: str | Path, text: str, tokenizer: str | None = None)
     cfg, state = load_weights(checkpoint)
     method = method_of(cfg)
     if not method.halts:
-        raise UserError(f"{checkpoint}: method {method.name} gives every token the same depth; there is none to show.")
+        raise UserError(
+            f"{checkpoint}: method {method.name} gives every token the same depth, so there is nothing to show."
+        )
     words = find(cfg, tokenizer)
     if words is None or tokenizer == NONE:
-        raise UserError(f"{checkpoint} names no tokenizer (data.tokenizer); name one with --tokenizer.")
+        raise UserError(f"{checkpoint} does not name a tokenizer (data.tokenizer); set one with --tokenizer.")
     ids = words.encode_batch([text])[0]
     longest = cfg.model.max_positions or cfg.data.sequence_length
     if not 0 < len(ids) <= longest:
@@ -78,7 +80,7 @@ def read_depths(checkpoint: str | Path, text: str, tokenizer: str | None = None)
 
 
 def view(depths: Depths) -> Text:
-    """The text, each token in the colour of its depth, under a legend."""
+    """The text with each token coloured by its depth, under a legend."""
     styles = _styles(depths.deepest)
     out = Text(f"mean depth {depths.mean:.2f} of {depths.deepest}:  ")
     for depth, style in enumerate(styles, start=1):

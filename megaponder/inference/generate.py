@@ -63,10 +63,10 @@ def generate(
 
     temperature 0 is greedy; top_k 0 and top_p 1 keep the whole distribution.  All prompts run as one left-padded batch.
     An empty prompt starts as a document does in training: after an end-of-document token.
-    `tokenizer` defaults to the one that the source names; `device` to cuda where there is one.  Without `use_cache`
-    every token recomputes the whole text: slow, the same text, for checking.  `trust_remote_code` runs the modelling
-    code of an export folder also where it is not this version's.  A checkpoint whose method has no decoding form runs
-    the whole text through training's forward for every token, and a warning says so.
+    `tokenizer` defaults to the source's own; `device` to cuda if available.  Without `use_cache` every token recomputes
+    the full text: slow, with the same result, for checking.  `trust_remote_code` runs the modelling
+    code of an export folder even if it is not this version's.  A checkpoint whose method has no decoding form runs
+    the full text through the training forward for every token, with a warning.
     Raises UserError for values out of range, a source without tokenizer, or text that exceeds the longest sequence.
     """
     require_transformers("megaponder generate")
@@ -122,7 +122,7 @@ def _from_export(path: Path, tokenizer: str | None, device: str, trust_remote_co
 
     config = read_json(path, "config.json")
     if tokenizer is None and not has_tokenizer(path):
-        raise UserError(f"{path} has no tokenizer.json; name a tokenizer.")
+        raise UserError(f"{path} has no tokenizer.json; set one with --tokenizer.")
     dtype = DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
     model = load_folder(path, dtype if device != "cpu" else torch.float32, trust_remote_code).to(device)
     words = load_tokenizer(tokenizer or str(path))
@@ -141,12 +141,13 @@ def _from_checkpoint(path: Path, tokenizer: str | None, device: str) -> Source:
     cfg, state = load_weights(path)
     words = find(cfg, tokenizer)
     if words is None or tokenizer == NONE:
-        raise UserError(f"{path} names no tokenizer (data.tokenizer); name one.")
+        raise UserError(f"{path} does not name a tokenizer (data.tokenizer); set one with --tokenizer.")
     eos = words.eod_id if cfg.data.eod_id is None else cfg.data.eod_id
     assert cfg.model.max_positions is not None
     if decoding_class(cfg.ponder.method) is None:
         log.warning(
-            "Method %s has no decoding form: each token runs training's forward over the whole text.", cfg.ponder.method
+            "Method %s has no decoding form: each token runs the training forward over the full text.",
+            cfg.ponder.method,
         )
         slow = TrainingForward(cfg, state)
         return Source(slow, words, eos, cfg.model.max_positions, has_cache=False, close=slow.close)
@@ -156,14 +157,14 @@ def _from_checkpoint(path: Path, tokenizer: str | None, device: str) -> Source:
 
 
 COLDEST = 1e-4
-"""Below it logits divided by the temperature leave the range of FP32."""
+"""Below this, logits divided by the temperature exceed the range of FP32."""
 
 
 def _check(
     prompts: list[str], max_new_tokens: int, temperature: float, top_k: int, top_p: float, seed: int | None
 ) -> None:
     if not prompts:
-        raise UserError("there is no prompt; give at least one, which may be empty.")
+        raise UserError("there is no prompt; give at least one (it may be empty).")
     for prompt in prompts:
         if not is_unicode(prompt):
             raise ConfigError("prompt", prompt, "it is not valid UTF-8", "write it in UTF-8")
@@ -172,12 +173,12 @@ def _check(
     if max_new_tokens < 1:
         raise ConfigError("max_new_tokens", max_new_tokens, "it must be at least 1", "use 1 or more")
     if not (temperature == 0 or COLDEST <= temperature < math.inf):
-        rule = f"it must be 0, or a number from {COLDEST:g}"
+        rule = f"it must be 0, or at least {COLDEST:g}"
         raise ConfigError("temperature", temperature, rule, "use 0 for greedy text")
     if top_k < 0:
         raise ConfigError("top_k", top_k, "it must not be negative", "use 0 to keep every token")
     if not 0 < top_p <= 1:
-        raise ConfigError("top_p", top_p, "it must lie above 0 and not above 1", "use 1 to keep every token")
+        raise ConfigError("top_p", top_p, "it must be above 0 and at most 1", "use 1 to keep every token")
 
 
 def _batch(source: Source, prompts: list[str], max_new_tokens: int) -> tuple[Tensor, Tensor]:
@@ -189,7 +190,9 @@ def _batch(source: Source, prompts: list[str], max_new_tokens: int) -> tuple[Ten
         raise UserError("an empty prompt needs an end-of-document token to start from, and the tokenizer has none.")
     largest, size = max(map(max, rows)), source.model.config.vocab_size
     if largest >= size:
-        raise UserError(f"the tokenizer gives token id {largest}, and the model has {size} ids: name the model's own.")
+        raise UserError(
+            f"the tokenizer gives token id {largest}, but the model has {size} ids; use the model's own tokenizer."
+        )
     longest = max(map(len, rows))
     if longest >= source.max_positions:
         raise UserError(
@@ -199,7 +202,7 @@ def _batch(source: Source, prompts: list[str], max_new_tokens: int) -> tuple[Ten
     if longest + max_new_tokens > source.max_positions:
         raise UserError(
             f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the model's longest sequence of "
-            f"{source.max_positions}; ask for at most {source.max_positions - longest}."
+            f"{source.max_positions}; request at most {source.max_positions - longest}."
         )
     pad = 0 if source.eos_id is None else source.eos_id
     ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=source.model.device)

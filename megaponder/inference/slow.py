@@ -1,4 +1,4 @@
-"""Decoding of a method that has no decoding form: training's forward over the whole text, for every token."""
+"""Decoding for a method without a decoding form: the training forward over the full text, for every token."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TrainingForward(PreTrainedModel, GenerationMixin):
         super().__init__(MegaponderConfig(vocab_size=cfg.model.vocab_size, method=cfg.ponder.method))
         self._open = ExitStack()
         engine = self._open.enter_context(reference.engine(cfg, state))
-        self._engine = [engine]  # in a list, so that its stage is no part of this module
+        self._engine = [engine]  # in a list, so that its stage is not part of this module
         self.place = nn.Parameter(torch.zeros(0, device=engine.groups.device))  # says which device this is
 
     def close(self) -> None:

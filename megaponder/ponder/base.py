@@ -1,17 +1,17 @@
-"""The one interface behind which every pondering method lives.
+"""The interface of all pondering methods.
 
 A *pass* is one traversal of the layer stack.  A token takes part in it with one or more *slots* (rows of the sequence,
 token-major: row = token * slots + slot; all slots of a token share its RoPE position).  What pass k sends back to the
 first stage for pass k+1 is its *feedback*; per-row values that every stage must know are *riders*.
 
     first stage            enter    tokens, feedback of the last pass -> input rows, riders
-    every layer            attend   q, k, v, riders, what this layer kept in the pass before -> output, what it keeps
+    every layer            attend   q, k, v, riders, what this layer kept in the last pass -> output, what it keeps
     last stage             leave    output rows -> feedback, riders for the next pass
-    last stage, last pass  readout  output rows -> one hidden state a token for the head, auxiliary loss
+    last stage, last pass  readout  output rows -> one hidden state per token, auxiliary loss
 
-A method never sees ranks, groups or shards: `EntryTools` and `ExitTools` are given by the engine, by the exporter's
-tests and by the oracles' harness alike.  `carry` is a dict of tensors that stays on its stage between the passes of one
-micro-batch; what is put in is seen by the next pass on the same stage, with its gradient.
+A method never sees ranks, groups or shards: `EntryTools` and `ExitTools` come from the engine, the exporter's tests
+or the oracles' harness.  `carry` is a dict of tensors that stays on its stage between the passes of one
+micro-batch; what a pass puts in, the next pass on the same stage sees, with its gradient.
 
 Shapes: s rows of this rank (sequence-sharded under sequence parallelism), b micro-batch, H hidden, R riders,
         h heads of this rank, d head size.
@@ -43,8 +43,8 @@ class Pass:
     feedback_slots: int = 1
     """Rows per token in what this pass sends back (unused in the last pass)."""
     reads: tuple[int, ...] | None = None
-    """Slots whose output `leave` or `readout` looks at, None for all: the last layer finishes only these rows (after
-    its attention, where the others still serve as keys), and the method is given only these."""
+    """Slots whose output `leave` or `readout` uses, None for all: the last layer computes only these rows (after its
+    attention, where the others still serve as keys), and the method receives only these."""
 
     key_sets: int = 1
     """Sets of keys, of as many rows as the pass has, that a row attends to (for the FLOPs count)."""
@@ -82,7 +82,7 @@ class ExitTools(Protocol):
     def step(self) -> Tensor | None:
         """Training step, FP64 scalar (for ramps); None in evaluation, where an auxiliary loss has its final weight.
 
-        A tensor, since a captured pass (CUDA graph) would keep the number that it was captured with.
+        A tensor, since a captured pass (CUDA graph) would freeze a plain number.
         """
 
     @property
@@ -90,12 +90,12 @@ class ExitTools(Protocol):
         """Position of each of this rank's tokens in its sequence, [tokens of this rank, b]."""
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """x with the same bits on all ranks that hold these tokens: for whatever a decision is made from."""
+        """x with the same bits on all ranks that hold these tokens; required for every input to a decision."""
 
     def on(self, active: Tensor, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """compute(x) for the active tokens (bool [s, b]) and 0 for the others, which may be left out of the work.
+        """compute(x) for the active tokens (bool [s, b]) and 0 for the others, which may be skipped.
 
-        x [s, b, H]; `compute` maps rows to rows, each by itself.
+        x [s, b, H]; `compute` maps rows to rows independently.
         """
 
     def target_probability(self, h_sbh: Tensor, active: Tensor) -> Tensor:
@@ -127,7 +127,8 @@ class CoreAttention(Protocol):
     def merged(
         self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], alive: Sequence[Tensor | None]
     ) -> Tensor:
-        """One softmax over several key sets of all tokens; a token sees the keys of tokens <= it that are alive."""
+        """One softmax over several key sets of all tokens; a token sees the living keys of itself and earlier
+        tokens."""
 
     def scatter(self, new: Tensor, old: Tensor | None = None) -> Tensor:
         """Rows of all tokens from rows of this pass: `new` at active tokens, `old` (None: anything) at halted ones.
@@ -138,7 +139,7 @@ class CoreAttention(Protocol):
 
 @dataclass
 class Flow:
-    """What travels: rows [s, b, H] and, where the method has riders, [s, b, R] beside them."""
+    """What travels between stages: rows [s, b, H] and, if the method has riders, [s, b, R] beside them."""
 
     rows: Tensor
     riders: Tensor | None = None
@@ -147,18 +148,19 @@ class Flow:
 
 @dataclass
 class Readout:
-    """What the last pass hands to the head."""
+    """What the last pass passes to the head."""
 
     hidden: Tensor
-    """[n rows of this rank, b, H], final-normed: one row a token."""
+    """[n rows of this rank, b, H], final-normed: one row per token."""
     aux: Tensor | None = None
     """Auxiliary loss: a SUM over this rank's valid tokens; the engine divides by the global token count."""
     stats: dict[str, Tensor] = field(default_factory=dict)
     """Sums over this rank's valid tokens, for metrics; divided by the global token count."""
     depth: Tensor | None = None
-    """Passes (or steps) that were really run for each token [tokens of this rank, b]; methods with `halts` give it."""
+    """Passes (or steps) that were actually run for each token [tokens of this rank, b]; set by methods with `halts`."""
     gates: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Per gated pass (gate values in [0, 1], mask of tokens that the gate was asked for), [tokens of this rank, b]."""
+    """Per gated pass (gate values in [0, 1], mask of tokens for which the gate was evaluated), [tokens of this rank,
+    b]."""
 
 
 @dataclass(frozen=True)
@@ -192,13 +194,13 @@ class Method:
     keeps_kv: bool = False
     """`attend` keeps tensors for the next pass."""
     halts: bool = False
-    """Tokens run a number of passes of their own: `readout` gives `Readout.depth`."""
+    """Each token has its own number of passes: `readout` sets `Readout.depth`."""
     skips: bool = False
     """A halted token needs no computation in training either: needed FLOPs count the active share of each pass.  The
-    first rider is then the mask: 1.0 where a token takes part in the pass.  `enter` hands it on as it came."""
+    first rider is then the mask: 1.0 where a token takes part in the pass.  `enter` passes it on unchanged."""
     stats: tuple[str, ...] = ()
-    """Names that `readout` fills in `Readout.stats`, the same on all ranks (see `stat_names`).  Where a name has
-    `_rmse`, the root of the mean is shown."""
+    """Names that `readout` fills in `Readout.stats`, the same on all ranks (see `stat_names`).  For names with
+    `_rmse`, the root of the mean is reported."""
 
     def __init__(self, options: Any, shape: Shape):
         self.options, self.shape = options, shape
@@ -209,7 +211,7 @@ class Method:
         return (Pass(0, last=True),)
 
     def max_depth(self) -> int:
-        """The most passes (or steps) that a token can run."""
+        """The maximum number of passes (or steps) of a token."""
         return len(self.passes(0, None))
 
     def stat_names(self, plan: Sequence[Pass]) -> tuple[str, ...]:
@@ -218,11 +220,11 @@ class Method:
 
     # --- published settings that belong to the method -----------------------------------------------------------------
     def embedding_scale(self) -> float:
-        """Factor on token embeddings where the config says `auto`."""
+        """Factor on token embeddings if the config says `auto`."""
         return 1.0
 
     def initialisation(self) -> tuple[str, float]:
-        """(family, factor on output projections) where the config says `auto`: normal or trunc_normal."""
+        """(family, factor on output projections) if the config says `auto`: normal or trunc_normal."""
         return "normal", 1.0
 
     # --- the method's own parameters, replicated over the tensor group ------------------------------------------------
@@ -233,7 +235,7 @@ class Method:
     def layer_modules(self, layer: int) -> dict[str, nn.Module]:
         """Modules of one layer of the model, counted from 0: `CoreAttention.modules`.
 
-        Under tensor parallelism `attend` has a part of the heads, so what these modules do must not mix heads.
+        Under tensor parallelism `attend` sees a part of the heads, so these modules must not mix heads.
         """
         return {}
 
@@ -282,13 +284,13 @@ class Method:
 
     # --- decoding ----------------------------------------------------------------------------------------------------
     def decides(self) -> bool:
-        """Whether a token's path hangs on comparisons (a threshold, a top k) that rounding may tip."""
+        """Whether a token's path depends on comparisons (a threshold, a top k) that rounding may flip."""
         return False
 
     def towards_decoding(self, tokens: int) -> Iterator[Any]:
-        """Options with which a forward over so many tokens comes ever closer to what decoding computes.
+        """Options that bring a forward over this many tokens ever closer to what decoding computes.
 
-        None are given where every forward is that already.
+        Empty if every forward already computes the same.
         """
         return iter(())
 
@@ -299,7 +301,7 @@ class Method:
 
 
 MOST_PASSES = 1000
-"""What an option that counts passes or slots may ask for; a plan of more only exhausts the host."""
+"""Maximum of an option that counts passes or slots; a longer plan would only exhaust the host."""
 
 
 def pass_count(default: int) -> int:
@@ -315,20 +317,20 @@ def token_count(default: int) -> int:
 
 
 def token_row(default: int, parameter: str) -> int:
-    """An option that names the row of the token table which the method uses as a parameter of its own.
+    """An option that names a row of the token table, used by the method as its own parameter.
 
-    The rules see to it that there is such a row; in an export one beyond the text's vocabulary is `method.PARAMETER`.
+    The rules ensure that the row exists; in an export, a row beyond the text's vocabulary is `method.PARAMETER`.
     """
     made: int = field(default=default, metadata={"parameter": parameter})
     return made
 
 
 REGISTERED: dict[str, type[Method]] = {}
-"""By name; `ponder.registry` sees to it that all are there."""
+"""By name; `ponder.registry` ensures that all are loaded."""
 
 
 def register(cls: type[Method]) -> type[Method]:
-    """Class decorator: makes a method known by its name; UserError where another one has it."""
+    """Class decorator: registers a method by its name; UserError if the name is taken."""
     other = REGISTERED.setdefault(cls.name, cls)
     if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
         raise UserError(

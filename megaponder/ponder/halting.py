@@ -33,7 +33,7 @@ class _ExactProduct(torch.autograd.Function):
 
 
 def linear32(module: nn.Module, x: Tensor) -> Tensor:
-    """A Linear in FP32, whatever the precision of the model: decisions must not hang on rounding."""
+    """A Linear in FP32, whatever the precision of the model: decisions must not depend on rounding."""
     assert isinstance(module, nn.Linear)
     if x.is_cuda and x.dtype is torch.bfloat16 and module.weight.dtype is torch.bfloat16:
         out: Tensor = _ExactProduct.apply(x, module.weight)

@@ -38,7 +38,7 @@ def page(cls: type[Method]) -> str:
         ("tokens halt on their own", cls.halts),
         ("halted tokens can be left out of training (`ponder.skip_halted`)", cls.skips),
         ("keys and values pass from pass to pass", cls.keeps_kv),
-        (f"{cls.rider_channels} value per row rides through all stages", cls.rider_channels > 0),
+        (f"{cls.rider_channels} value per row travels through all stages", cls.rider_channels > 0),
     ]
     if any(holds for _, holds in kind):
         text.append("\n" + "\n".join(f"* {what}" for what, holds in kind if holds))
@@ -46,10 +46,10 @@ def page(cls: type[Method]) -> str:
 
 
 def _decoding(cls: type[Method]) -> str:
-    """What the decoding form says of itself; it is read, not imported, for that needs transformers."""
+    """The decoding form's docstring; it is read, not imported, since importing needs transformers."""
     name = decoding_module(cls)
     if name is None:
-        return "There is no decoding form: `generate` runs training's forward over the whole text for every token."
+        return "There is no decoding form: `generate` runs the training forward over the full text for every token."
     spec = importlib.util.find_spec(name)
     assert spec is not None and spec.origin is not None
     tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))

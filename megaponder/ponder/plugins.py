@@ -1,4 +1,4 @@
-"""Methods from outside the package: installed ones, and files or folders that the user names.
+"""Methods from outside the package: installed ones, and files or folders named by the user.
 
 An installed package registers methods by an entry point of the group `megaponder.methods` in its pyproject.toml:
 
@@ -7,7 +7,7 @@ An installed package registers methods by an entry point of the group `megaponde
 
 A plugin is a Python file with a method, or a folder whose `training.py` has one and whose `decoding.py`, if it is
 there, has its decoding form.  Its code is run by `load_plugin` and by nothing else, for the path that `ponder.plugin`
-of the user's own configuration or `--plugin` names.  What a checkpoint or an export folder says is never run.
+of the user's own configuration or `--plugin` names.  Code named by a checkpoint or an export folder is never run.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from megaponder.ponder.base import REGISTERED
 log = logging.getLogger(__name__)
 GROUP = "megaponder.methods"
 PACKAGE = "megaponder_plugins"
-"""The package of which plugins become modules."""
+"""The package whose modules the plugins become."""
 
 
 @cache
 def load_installed() -> None:
-    """Import what installed packages register.  One that cannot be imported is named in a warning."""
+    """Import what installed packages register.  If one cannot be imported, a warning names it."""
     for entry in entry_points(group=GROUP):
         try:
             entry.load()
@@ -46,7 +46,7 @@ def load_installed() -> None:
 
 
 def load_plugin(path: str | Path) -> None:
-    """Run a plugin, which registers its methods; once, however often it is asked for."""
+    """Run a plugin, which registers its methods; only once, however often this is called."""
     where = Path(path).resolve()
     file = where / "training.py" if where.is_dir() else where
     if not file.is_file() or file.suffix != ".py":
@@ -103,7 +103,7 @@ def _import(name: str, where: Path) -> None:
 
 
 def _line(error: Exception, where: Path) -> str:
-    """Where in the plugin it happened."""
+    """Where in the plugin the error happened."""
     trace, found = error.__traceback__, ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
