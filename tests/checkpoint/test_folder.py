@@ -132,12 +132,12 @@ def spoil_the_manifest(path: Path) -> None:
     ("harm", "words"),
     [
         (truncate, "__1_0.distcp has 1999 bytes instead of 2000"),
-        (flip_a_bit, "__0_0.distcp has changed"),
+        (flip_a_bit, "__0_0.distcp changed"),
         (lose_a_file, "__1_0.distcp is missing"),
         (forget_a_shard, "its manifest.json does not list __1_0.distcp"),
         (lose_and_forget_a_shard, "__1_0.distcp is missing"),
         (lose_and_forget_the_index, ".metadata cannot be read (No such file or directory)"),
-        (plant_code, ".metadata is not an index of tensors (it asks for posix.mkdir)"),
+        (plant_code, ".metadata is not an index of tensors (it requires posix.mkdir)"),
         (lambda path: seal_again(path, "../x"), "its .metadata names '../x', which is not a file in this folder"),
         (lambda path: seal_again(path, objects=("weight",)), "weight is a pickled object, not a tensor"),
         (change_state(step=3), "its state.json is of step 3"),
@@ -184,7 +184,7 @@ def test_what_may_not_be_read_is_not_passed_over(tmp_path, monkeypatch, reader):
 
     monkeypatch.setattr(manifest, reader, denied)
     for path in (tmp_path, new):
-        with pytest.raises(UserError, match=r"__0_0\.distcp may not be read \(permission denied\)"):
+        with pytest.raises(UserError, match=r"__0_0\.distcp cannot be read \(permission denied\)"):
             locate(path)
 
 

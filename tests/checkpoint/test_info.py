@@ -102,7 +102,7 @@ def test_an_index_that_does_not_say_where_all_of_a_tensor_is(tmp_path, harm):
     harm(index)
     (path / ".metadata").write_bytes(pickle.dumps(index))
     manifest.seal(path)
-    words = "its .metadata does not say where all of final_norm.weight is"
+    words = "its .metadata does not cover all of final_norm.weight"
     assert damage(path) == words
     for read in (inspect_checkpoint, load_weights):
         with pytest.raises(UserError, match=re.escape(words)):

@@ -60,7 +60,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["plan", "RUN", "--world-siz", "3"], "did you mean --world-size"),
         (["train", "RUN", "--train.steps", "5", "--profile", "3"], "--profile = 3: it takes no value"),
         (["train", "RUN", "--profile", "3"], "--logging.profile_steps chooses the steps (see"),
-        (["train", "RUN", "--profile=3"], "--profile = 3: it takes no value; it means: write a profiler trace"),
+        (["train", "RUN", "--profile=3"], "--profile = 3: it takes no value; its meaning: write a profiler trace"),
         (["train", "RUN", "--train.steps", "5", "3", "--profile"], "--train.steps = '5 3': it takes one value"),
         (["plan", "RUN", "--world-size", "two"], "--world-size = two: it must be an integer; leave it out"),
         (["plan", "RUN", "--world-size", "1e3"], "--world-size = 1e3: it must be an integer; the nearest is 1000"),

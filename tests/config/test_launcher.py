@@ -58,7 +58,7 @@ def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
 @pytest.mark.parametrize(
     ("env", "sentence"),
     [
-        ({"RANK": "0"}, "WORLD_SIZE is not set: the launcher must set it to a whole number"),
+        ({"RANK": "0"}, "WORLD_SIZE is not set: the launcher must set it to an integer"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK = 'x'"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK = 2: it must be below the world size 2"),
         (SRUN | {"SLURM_PROCID": "-1"}, "SLURM_PROCID = '-1'"),

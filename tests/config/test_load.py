@@ -158,9 +158,9 @@ def test_refusals_name_field_value_rule_and_what_is_legal(tmp_path: Path, text: 
         ("train: [", "not YAML (line 1"),
         ("- 3", "it must contain sections"),
         ("ponder: &p {method: loop, options: *p}", "Circular reference"),
-        ("[" * 5000, "it nests too deep"),
+        ("[" * 5000, "it is nested too deeply"),
         ("train: {steps: " + "1" * 5000 + "}", "Exceeds the limit"),
-        ('run: "a\\0b"', "run = 'a\\x00b': no text may hold a null character"),
+        ('run: "a\\0b"', "run = 'a\\x00b': text must not contain a null character"),
         ("just text", "it must contain sections"),
     ],
 )

@@ -60,7 +60,7 @@ def test_family_defaults() -> None:
         ({}, "a model needs a preset or a family"),
         ({"family": "llama"}, "model.num_layers = None"),
         ({"preset": "lama-125m"}, "did you mean llama-125m"),
-        ({"preset": "llama-125m", "family": "gpt2"}, "preset llama-125m is of family llama"),
+        ({"preset": "llama-125m", "family": "gpt2"}, "preset llama-125m belongs to family llama"),
     ],
 )
 def test_refusals(model: dict[str, Any], words: str) -> None:

@@ -125,7 +125,7 @@ def test_a_cached_order_that_is_cut_while_it_is_read(prefix: str) -> None:
     stream = build_streams(cfg, 1000, 0).train
     for path in Path(cfg.run, "cache").glob("order-*/*.npy"):
         os.truncate(path, 0)
-    with pytest.raises(UserError, match=r"\.npy: shortened while it was in use"):
+    with pytest.raises(UserError, match=r"\.npy: truncated while in use"):
         stream.sequence(500)
 
 

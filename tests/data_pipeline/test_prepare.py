@@ -103,7 +103,7 @@ def test_end_of_document(options: PrepareOptions, tmp_path: Path) -> None:
 
 def test_tokenizer_without_eod(options: PrepareOptions, tmp_path: Path) -> None:
     tokenizer = str(huggingface_tokenizer(tmp_path / "bare.json", special=["<pad>"]))
-    with pytest.raises(UserError, match=r"bare\.json: this tokenizer names no .*--eod TOKEN.*--no-append-eod"):
+    with pytest.raises(UserError, match=r"bare\.json: this tokenizer does not name .*--eod TOKEN.*--no-append-eod"):
         prepare(replace(options, tokenizer=tokenizer))
     assert prepare(replace(options, tokenizer=tokenizer, eod="<pad>")).meta.eod_id == 0
 
@@ -138,7 +138,7 @@ def test_skipped_work_is_not_continued_strictly(options: PrepareOptions) -> None
 def test_existing_datasets_are_kept(options: PrepareOptions) -> None:
     prepare(options)
     before = contents(options.output)
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         prepare(options)
     assert not Path(options.output + ".partial").exists() and contents(options.output) == before
     prepare(replace(options, overwrite=True, inputs=options.inputs[:1]))
@@ -278,7 +278,7 @@ def test_command_line(options: PrepareOptions, capsys: pytest.CaptureFixture[str
     assert main(words) == 0
     assert "320 documents" in (out := capsys.readouterr().out) and "skipped 80 documents: empty" in out
     assert main(words) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 def test_special_tokens_that_are_spelled_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,7 +50,7 @@ def test_parquet(tmp_path: Path) -> None:
     assert texts([path]) == LINES and len(reads) > 1
     assert texts([path], start=reads[0].end) == LINES[reads[0].end.offset :]
     assert texts([path], start=Position(0, 300, 301)) == LINES[300:]
-    with pytest.raises(UserError, match="column 'n' is of type int64"):
+    with pytest.raises(UserError, match="column 'n' has type int64"):
         list(read_chunks([path], Position(), "n", TxtRule()))
     with pytest.raises(UserError, match=r"no column 'body' \(columns: text, n\)"):
         list(read_chunks([path], Position(), "body", TxtRule()))
@@ -127,7 +127,7 @@ def test_inputs_are_bounded(tmp_path: Path) -> None:
     raw = b"".join(json.dumps({"text": t}).encode() + b"\n" for t in LINES)
     path.write_bytes(pack(raw, window_log=28))
     with pytest.raises(
-        UserError, match=r"a\.jsonl\.zst: unpacking it needs a window of more than 128 MiB; .*--zstd-window"
+        UserError, match=r"a\.jsonl\.zst: decompressing it needs a window of more than 128 MiB; .*--zstd-window"
     ):
         texts([path])
     reads = read_chunks([path], Position(), "text", TxtRule(), limits=Limits(window=1 << 28))

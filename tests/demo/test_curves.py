@@ -44,7 +44,7 @@ def test_plot_is_a_png_of_some_size(tmp_path: Path) -> None:
     [
         (4.0, 4.2, "PonderLM is lower by 0.200"),
         (4.3, 4.2, "PonderLM is HIGHER by 0.100"),
-        (4.2, 4.205, "no difference worth the name"),
+        (4.2, 4.205, "no notable difference"),
     ],
 )
 def test_verdict_says_what_is(pondering: float, vanilla: float, words: str) -> None:

@@ -36,11 +36,11 @@ BASE: dict[str, dict[str, Any]] = {
         ),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "type 'linear'"),
         ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "type 'yarn'"),
-        ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "rotates whole heads"),
+        ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "rotates full heads"),
         (
             "llama",
             {"rope_parameters": {"rope_theta": 1e4, "attention_factor": 2.0}},
-            "attention_factor, which is not known",
+            "attention_factor, which is unknown",
         ),
         ("llama", {"attention_bias": True}, "attention_bias = True: a llama block computes False only"),
         ("llama", {"mlp_bias": True}, "mlp_bias = True"),
@@ -54,7 +54,7 @@ BASE: dict[str, dict[str, Any]] = {
         ("gpt2", {"activation_function": "relu"}, "activation_function = 'relu'"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
         ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights = False"),
-        ("llama", {"logit_scale": 0.5}, "logit_scale = 0.5 is not known .* say --ignore logit_scale"),
+        ("llama", {"logit_scale": 0.5}, "logit_scale = 0.5 is unknown .* use --ignore logit_scale"),
         ("llama", {"model_type": "mamba"}, "model_type = 'mamba' .* must be one of gpt_neox, llama, gpt2, qwen3"),
     ],
 )
@@ -107,7 +107,7 @@ def test_damaged_and_pickled_folders(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config\.json cannot be read"):
         import_hf(tmp_path, tmp_path / "run")
-    with pytest.raises(UserError, match=r"has no model\.safetensors: none is there"):
+    with pytest.raises(UserError, match=r"has no model\.safetensors: there are no weights"):
         read_weights(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(UserError, match=r"pytorch_model\.bin is pickled, and unpickling runs code"):
@@ -117,7 +117,7 @@ def test_damaged_and_pickled_folders(tmp_path: Path) -> None:
         read_weights(tmp_path)
     index = {"weight_map": {"x": "../../etc/passwd"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match=r"'\.\./\.\./etc/passwd' is no file of this folder"):
+    with pytest.raises(UserError, match=r"'\.\./\.\./etc/passwd' is not a file of this folder"):
         read_weights(tmp_path)
     (tmp_path / "config.json").unlink()
     os.mkfifo(tmp_path / "config.json")
@@ -129,7 +129,7 @@ def test_more_layers_than_weights(tmp_path: Path) -> None:
     hf_models.write("llama_gqa", tmp_path / "hf")
     config = json.loads((tmp_path / "hf" / "config.json").read_text()) | {"num_hidden_layers": 10**9}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="has 1,000,000,000 layers, and the weights have"):
+    with pytest.raises(UserError, match="has 1,000,000,000 layers, but the weights have"):
         import_hf(tmp_path / "hf", tmp_path / "run")
 
 
@@ -160,6 +160,6 @@ def test_checkpoint_loads_at_any_layout(tmp_path: Path) -> None:
         args = {"checkpoint": done.checkpoint, "tensor": tensor, "pipeline": pipeline}
         for loss in run_workers("tests.export.test_from_hf:loss_at_layout", 2, args=args):
             assert loss == pytest.approx(want, rel=RTOL)
-    with pytest.raises(UserError, match="step_00000000 exists already"):
+    with pytest.raises(UserError, match="step_00000000 already exists"):
         import_hf(tmp_path / "hf", tmp_path / "run")
     import_hf(tmp_path / "hf", tmp_path / "run", force=True)

@@ -86,7 +86,7 @@ def test_what_a_killed_export_leaves_is_swept(tmp_path: Path, monkeypatch: pytes
     assert len(list(tmp_path.iterdir())) == 2
     killed(between_the_renames)
     assert not out.exists() and len(list(tmp_path.iterdir())) == 2, "the first one's is swept, the old folder is aside"
-    with pytest.raises(UserError, match="exists already"):  # it has come back
+    with pytest.raises(UserError, match="already exists"):  # it has come back
         write(out)
     assert folder.read_json(out, "config.json") == {"word": "old"} and list(tmp_path.iterdir()) == [out]
     killed(between_the_renames)
@@ -118,6 +118,8 @@ def test_links(tmp_path: Path) -> None:
     write(out, "new", force=True)
     assert out.is_symlink() and folder.read_json(disk / "moved", "config.json") == {"word": "new"}
     (tmp_path / "lost").symlink_to(tmp_path / "not-mounted" / "hf")
-    with pytest.raises(UserError, match=r"lost is a link to .*not-mounted/hf, which is not there; bring that back"):
+    with pytest.raises(
+        UserError, match=r"lost is a link to .*not-mounted/hf, which does not exist; restore the target"
+    ):
         write(tmp_path / "lost")
     assert not (tmp_path / "not-mounted").exists()

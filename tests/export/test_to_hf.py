@@ -181,7 +181,7 @@ def test_existing_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (out / "diary.txt").write_text("not a model")
     with pytest.raises(UserError, match="hf already exists; choose another folder, or say --force"):
         export(tmp_path / "run", out)
-    with pytest.raises(UserError, match=r"no config\.json, so it is no model folder"):
+    with pytest.raises(UserError, match=r"no config\.json, so it is not a model folder"):
         export(tmp_path / "run", out, force=True)
     (out / "config.json").write_text("{}")
     with monkeypatch.context() as patch:
@@ -197,7 +197,7 @@ def test_existing_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_link_to_itself_is_a_sentence(tmp_path: Path) -> None:
     checkpoints.make("gpt2", "loop", tmp_path / "run")
     (tmp_path / "link").symlink_to("link")
-    with pytest.raises(UserError, match="link is a link to link, which is not there"):
+    with pytest.raises(UserError, match="link is a link to link, which does not exist"):
         export(tmp_path / "run", tmp_path / "link")
 
 
@@ -205,14 +205,14 @@ def test_every_model_field_has_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
     configs.check_fields_known()
     newer = dataclasses.make_dataclass("ModelConfig", [("window", int, 0)], bases=(configs.ModelConfig,))
     monkeypatch.setattr(configs, "ModelConfig", newer)
-    with pytest.raises(UserError, match=r"model\.window has no place in the exported configuration"):
+    with pytest.raises(UserError, match=r"model\.window cannot be expressed in the exported configuration"):
         configs.check_fields_known()
 
 
 def test_unknown_parameters_stop_the_export(tmp_path: Path) -> None:
     net = checkpoints.models.model("llama", "loop")
     cfg = checkpoints.run_config(net, tmp_path)
-    with pytest.raises(UserError, match=r"decoder\.layers\.0\.mixer\.weight has no place"):
+    with pytest.raises(UserError, match=r"decoder\.layers\.0\.mixer\.weight cannot be exported"):
         to_hf.names.to_plain({"decoder.layers.0.mixer.weight": torch.ones(2)}, cfg.model)
 
 

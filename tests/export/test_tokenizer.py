@@ -92,12 +92,14 @@ def test_sentencepiece(tmp_path: Path) -> None:
 
 
 def test_mistakes(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"data\.tokenizer of the checkpoint: .*gone\.json.* say 'none' to go without"):
+    with pytest.raises(
+        UserError, match=r"data\.tokenizer of the checkpoint: .*gone\.json.* or to 'none' to export without"
+    ):
         tokenizer.write(config("gone.json"), tmp_path, None)
     assert tokenizer.write(config("gone.json", eod=3), tmp_path, "none") == tokenizer.TokenizerFiles(None, 3)
     assert not any(tmp_path.iterdir())
     path = bpe(tmp_path, False)
-    with pytest.raises(UserError, match="vocabulary has 100; name the tokenizer that the model was trained with"):
+    with pytest.raises(UserError, match="vocabulary has 100; use the tokenizer that the model was trained with"):
         tokenizer.write(config(str(path), vocab=100), tmp_path, None)
     out = tmp_path / "out"
     out.mkdir()

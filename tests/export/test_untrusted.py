@@ -230,7 +230,7 @@ def test_files_are_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(UserError, match=r"config\.json has 1,099,511,627,776 bytes; .* at most 67,108,864"):
         load_folder(folder)
     (folder / "config.json").write_text('{"a": ' + "[" * 10**6)
-    with pytest.raises(UserError, match="nests too deep"):
+    with pytest.raises(UserError, match="is nested too deeply"):
         load_folder(folder)
     (folder / "config.json").write_text(config)
     weights = folder / "model.safetensors"

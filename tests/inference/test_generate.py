@@ -78,9 +78,9 @@ def test_end_of_document_ends_the_text(run: Path, monkeypatch: pytest.MonkeyPatc
         ({"top_p": 0.0}, "top_p = 0.0"),
         ({"top_k": -1}, "top_k = -1"),
         ({"max_new_tokens": 0}, "max_new_tokens = 0"),
-        ({"max_new_tokens": 60}, "longest sequence of 64; ask for at most 54"),
+        ({"max_new_tokens": 60}, "longest sequence of 64; request at most 54"),
         ({"prompts": []}, "there is no prompt"),
-        ({"tokenizer": "none"}, "names no tokenizer"),
+        ({"tokenizer": "none"}, "does not name a tokenizer"),
         ({"source": "nowhere"}, "nowhere"),
         ({"temperature": float("nan")}, "temperature = nan"),
         ({"temperature": float("inf")}, "temperature = inf"),
@@ -107,8 +107,8 @@ def test_mistakes(run: Path, change: dict[str, object], words: str) -> None:
         ("method_options", 5, "config.json: ponder.options = 5"),
         ("method_options", {"steps": 10**9}, "config.json: ponder.options.steps = 1000000000"),
         ("embedding_scale", "x", "config.json: model.embedding_scale = 'x'"),
-        ("num_hidden_layers", 10**9, "has 1,000,000,000 layers, and the weights have"),
-        ("vocab_size", 10**9, "makes a model of [0-9,]* parameters, and the weights have"),
+        ("num_hidden_layers", 10**9, "has 1,000,000,000 layers, but the weights have"),
+        ("vocab_size", 10**9, "describes a model of [0-9,]* parameters, but the weights have"),
         ("auto_map", 5, "auto_map = 5 does not name a class of a file in this folder"),
         ("quantization_config", {"quant_method": "gptq"}, "quantised"),
     ],
@@ -127,7 +127,7 @@ def test_code_of_a_folder_runs_only_if_that_is_asked_for(run: Path, tmp_path: Pa
     mark = f"\nfrom pathlib import Path\n\nPath({str(tmp_path / 'ran')!r}).touch()\n"
     code.write_text(code.read_text() + mark)
     for use in (lambda: generate(tmp_path / "hf", ["a"]), lambda: import_hf(tmp_path / "hf", tmp_path / "run")):
-        with pytest.raises(UserError, match="say --trust-remote-code"):
+        with pytest.raises(UserError, match="use --trust-remote-code"):
             use()
     assert not (tmp_path / "ran").exists()
     (result,) = generate(tmp_path / "hf", ["a"], max_new_tokens=1, temperature=0.0, trust_remote_code=True)

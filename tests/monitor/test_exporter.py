@@ -117,7 +117,7 @@ def test_a_taken_port_costs_the_metrics_and_not_the_run(tmp_path: Path, capsys: 
         monitor.write(Row(1, 4, 32, {"loss": 1.0}))
         monitor.close()
     out = capsys.readouterr().out
-    assert f"warning: logging.prometheus_port = {port}: 127.0.0.1:{port}" in out and "training goes on" in out
+    assert f"warning: logging.prometheus_port = {port}: 127.0.0.1:{port}" in out and "training continues" in out
     assert "loss 1.0000" in out
 
 

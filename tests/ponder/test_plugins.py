@@ -53,7 +53,7 @@ def test_with_and_without_a_decoding_form(tmp_path: Path, caplog: pytest.LogCapt
     assert "decoding form" not in caplog.text
     slow = generate(tmp_path / "other", prompts, max_new_tokens=6, temperature=0.0)
     assert slow == fast
-    assert "slow_halfway has no decoding form: each token runs training's forward" in caplog.text
+    assert "slow_halfway has no decoding form: each token runs the training forward" in caplog.text
     with pytest.raises(UserError, match="slow_halfway': it has no decoding form, so it cannot be exported"):
         export(tmp_path / "other", tmp_path / "none")
 

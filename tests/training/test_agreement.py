@@ -87,8 +87,8 @@ def test_what_stays_different_ends_the_start(base: Base, nodes: Any, name: str, 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("flipped", f"rank 0 on {HERE} finds that __1_0.distcp has changed since it was written"),
-        ("flipped-async", f"rank 0 on {HERE} finds that __1_0.distcp has changed since it was written"),
+        ("flipped", f"rank 0 on {HERE} finds that __1_0.distcp changed after it was written"),
+        ("flipped-async", f"rank 0 on {HERE} finds that __1_0.distcp changed after it was written"),
         ("short", f"rank 0 on {HERE} finds that __1_0.distcp has 100 bytes instead of"),
         ("gone-async", f"rank 0 on {HERE} finds that __1_0.distcp is missing"),
         ("killed", "was killed by SIGKILL (as the kernel does when memory runs out)"),

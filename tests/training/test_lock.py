@@ -106,7 +106,7 @@ def test_a_requeued_job_takes_its_own_lock(tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"run = '.*file/run': this folder cannot be made \(Not a directory\)"):
+    with pytest.raises(UserError, match=r"run = '.*file/run': the folder cannot be created \(Not a directory\)"):
         RunLock(tmp_path / "file" / "run").acquire()
 
 

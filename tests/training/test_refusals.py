@@ -87,14 +87,14 @@ def _other_options(base: Base, checkpoint: str) -> None:
         fresh | {"run": str(base.root / "gateless")},
     ]  # fmt: skip
     (found,), output = run("refusals", 1, jobs=jobs)
-    others = ("it has tensor method_modules.gates", "this model has no place for its tensor", "it has no tensor")
+    others = ("it has tensor method_modules.gates", "this model has no parameter for its tensor", "it has no tensor")
     for i, what in enumerate(others):
         sentence = f"ponder.options = {jobs[i]['ponder__options']!r}: checkpoint {gates}/checkpoints/step_00000002 was "
         assert found[i].startswith(sentence + "trained with {'steps': 2, 'gate_width': 4}, and " + what)
         assert found[i].endswith("; use those, or a new run folder.")
     assert "Warning: ponder.options" not in output
     assert "has tensor method_modules.gates" in found[3] and "where this model has" in found[3]
-    assert found[4] == "" and "; left out, since loop has no place for them: method_modules.gates" in output
+    assert found[4] == "" and "; ignored, since loop does not use them: method_modules.gates" in output
 
 
 def test_ranks_with_different_configurations_are_refused(base: Base):

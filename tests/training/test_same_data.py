@@ -99,7 +99,7 @@ def test_a_replaced_dataset_is_told_and_refused_later(base: Base, changed: Any) 
     assert agreed(changed, "replaced") == 0
     said = changed[1]["replaced"]
     assert (
-        said.count("warning: The dataset ") == 1 and f"{path} was changed under this run: its size of .bin is" in said
+        said.count("warning: The dataset ") == 1 and f"{path} was changed during this run: its size of .bin is" in said
     )
     assert "the run continues with the files it has opened" in said and "(seen by rank 0 on " in said
     np.testing.assert_allclose(losses(base, "replaced")[:8], losses(base, "whole"), atol=1e-4)
@@ -116,7 +116,7 @@ def test_a_replaced_dataset_is_told_and_refused_later(base: Base, changed: Any) 
 
 def test_a_deleted_dataset_is_told(base: Base, changed: Any) -> None:
     assert agreed(changed, "deleted") == 0
-    assert "deleted-data/train.idx is gone; the run goes on with the files" in changed[1]["deleted"]
+    assert "deleted-data/train.idx is gone; the run continues with the files" in changed[1]["deleted"]
     np.testing.assert_allclose(losses(base, "deleted"), losses(base, "whole"), atol=1e-4)
 
 
@@ -145,7 +145,7 @@ def test_an_evaluation_without_targets_has_no_loss(base: Base, changed: Any) -> 
     assert sentence.startswith(
         "2 evaluations in a row, up to that after step 2, have no target that counts in the loss"
     )
-    assert "starved-data" not in sentence and "starved-valid-data/valid; name other validation data" in sentence
+    assert "starved-data" not in sentence and "starved-valid-data/valid; use other validation data" in sentence
     rows = base.rows("changed/starved-valid")
     assert [row["empty_evaluations"] for row in rows.values()] == [1, 2]
     assert not any("validation_loss" in row for row in rows.values())
@@ -154,7 +154,7 @@ def test_an_evaluation_without_targets_has_no_loss(base: Base, changed: Any) -> 
 
 def test_checkpoints_of_earlier_versions_go_on(base: Base, changed: Any) -> None:
     assert agreed(changed, "earlier") == 0 and agreed(changed, "earlier-again") == 0
-    assert "its lengths or checksums are others; bring" in agreed(changed, "earlier-changed")
+    assert "its lengths or checksums differ; restore" in agreed(changed, "earlier-changed")
 
 
 def test_other_data_on_another_rank_are_refused(base: Base, changed: Any) -> None:
