@@ -124,7 +124,7 @@ class PonderStage(MegatronModule):
                 self.embedding.word_embeddings.weight.shared_embedding = True
 
     def _build_method(self, seed: int) -> None:
-        """The method's own parameters, under names that begin with `checkpoint.restore.METHOD`.
+        """The method's own parameters, under names that begin with `ponder.base.PARAMETER_PREFIX`.
 
         All tensor ranks hold them whole.  Outside of the layers a rank's gradient is the whole one, or under sequence
         parallelism its tokens' part, which megatron-core adds up; in a layer it is always the part of the rank's heads.
