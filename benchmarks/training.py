@@ -221,9 +221,9 @@ def active_shares(row: Row, passes: int) -> list[float]:
 
 def planned_gib(row: Row, cfg: RunConfig, world_size: int, stage: int) -> float:
     """What `plan` expects of a GPU of that stage; where halted tokens are skipped, with the row's share of them."""
-    from megaponder.config.method_facts import facts_of
     from megaponder.engine.active_rows import places_for
     from megaponder.plan import memory
+    from megaponder.ponder.facts import facts_of
     from megaponder.ponder.settings import method_of
 
     method = method_of(cfg)

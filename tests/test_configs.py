@@ -12,10 +12,10 @@ import pytest
 
 from megaponder.config.gpus import DEFAULT_GPU, GPUS
 from megaponder.config.load import load_config
-from megaponder.config.method_facts import facts_of
 from megaponder.config.resolve import resolve
 from megaponder.config.rules import check
 from megaponder.plan.build import build_plan
+from megaponder.ponder.facts import facts_of
 from megaponder.ponder.settings import method_of
 from tests.data_pipeline.make import random_documents, write_documents
 from tests.distributed import run_workers

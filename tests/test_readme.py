@@ -11,9 +11,9 @@ import pytest
 
 from megaponder.cli.main import main, parse
 from megaponder.config.load import load_config
-from megaponder.config.method_facts import facts_of
 from megaponder.config.resolve import resolve
 from megaponder.config.rules import check
+from megaponder.ponder.facts import facts_of
 from megaponder.ponder.settings import method_of
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -23,7 +23,6 @@ from megaponder.checkpoint.choose import choose, locate
 from megaponder.config import yaml_file
 from megaponder.config.fields import accepts, all_fields
 from megaponder.config.load import from_mapping, load_config
-from megaponder.config.method_facts import facts_of
 from megaponder.config.resolve import resolve
 from megaponder.config.rules import Case, model
 from megaponder.config.schema import ModelConfig, RunConfig
@@ -34,6 +33,7 @@ from megaponder.errors import ConfigError, UserError
 from megaponder.export.configs import PONDER_FIELDS, ponder_config
 from megaponder.export.formats import FORMATS
 from megaponder.export.from_hf import run_config
+from megaponder.ponder.facts import facts_of
 from megaponder.ponder.settings import method_of
 from tests.checkpoint.test_folder import save
 from tests.data_pipeline.make import jsonl

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from megaponder.checkpoint.restore import METHOD
+from megaponder.ponder.base import PARAMETER_PREFIX
 
 
 def stream(seed: int, name: str) -> torch.Generator:
@@ -64,7 +64,7 @@ def initialise(
 ) -> None:
     """Set every weight of a stage; the method's own modules come initialised from their constructors."""
     for name, parameter in global_names(stage):
-        if name.startswith(METHOD):
+        if name.startswith(PARAMETER_PREFIX):
             continue
         if _is_norm(name):
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)

@@ -18,12 +18,10 @@ from megaponder.checkpoint import optimizer_state, reader, rng, scales
 from megaponder.checkpoint.model_state import layout, metadata, sharded_state
 from megaponder.checkpoint.state import TrainState, load_state
 from megaponder.errors import UserError
+from megaponder.ponder.base import PARAMETER_PREFIX
 from megaponder.ranks import gather, on_first_rank
 
 log = logging.getLogger(__name__)
-METHOD = "method_"
-"""Prefix of a method's own parameters (method_modules, method_entry, method_layers); a weights-only start may lack or
-leave them."""
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -72,10 +70,10 @@ def load(path: Path, stage: MegatronModule, optimizer: MegatronOptimizer | None 
     """
     names = _stored(path)
     model = sharded_state(stage)
-    lacking = _refuse_absent(path, model, names, may_lack=METHOD)
+    lacking = _refuse_absent(path, model, names, may_lack=PARAMETER_PREFIX)
     _refuse_other_shapes(path, model, names)
     left = _not_wanted(model, names)
-    if hard := [k for k in left if not k.startswith(METHOD)]:
+    if hard := [k for k in left if not k.startswith(PARAMETER_PREFIX)]:
         raise OtherModelError(path, f"this model has no parameter for its {_some(hard)}")
     _load_model(path, stage, {k: v for k, v in model.items() if getattr(v, "key", k) not in lacking})
     if optimizer is not None:

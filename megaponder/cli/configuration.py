@@ -7,11 +7,12 @@ from typing import Any
 
 from megaponder.config.gpus import Gpu
 from megaponder.config.load import load_config
-from megaponder.config.method_facts import MethodFacts, facts_of
+from megaponder.config.method_facts import MethodFacts
 from megaponder.config.resolve import resolve
 from megaponder.config.rules import Machine, check
 from megaponder.config.schema import RunConfig
 from megaponder.errors import ConfigError, UserError
+from megaponder.ponder.facts import facts_of
 
 
 def load(path: str | None, overrides: list[str]) -> RunConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 
@@ -57,44 +57,6 @@ class MethodFacts:
     """Options that name a row of the embedding table, needed by the method in addition to the text's tokens."""
     token_counts: Mapping[str, int] = field(default_factory=dict)
     """Options that count tokens of the vocabulary; 0: all."""
-
-
-PLANS_SEEN = 64
-"""Steps whose plans are sampled: enough to see every pass count of a method that draws it from a few values."""
-
-
-def facts_of(method: MethodLike, seed: int = 0) -> MethodFacts:
-    """The facts of a built method; its plan is sampled over the first steps of a seed."""
-    plans = [method.passes(seed, step) for step in range(PLANS_SEEN)]
-    counts = {len(plan) for plan in plans}
-    return MethodFacts(
-        max_passes=max(counts),
-        max_slots=max(p.slots for plan in plans for p in plan),
-        rider_channels=method.rider_channels,
-        mixes_vocabulary=method.mixes_vocabulary,
-        keeps_kv=method.keeps_kv,
-        skips=method.skips,
-        varying_passes=len(counts) > 1,
-        has_parameters=_has_parameters(method),
-        token_rows=_declared(method.options, "parameter"),
-        token_counts=_declared(method.options, "counts_tokens"),
-    )
-
-
-def _declared(options: Any, kind: str) -> dict[str, int]:
-    """Options that their class declares as of this kind, with their values."""
-    declared = fields(options) if is_dataclass(options) else ()
-    return {f.name: getattr(options, f.name) for f in declared if kind in f.metadata}
-
-
-BUILDERS = ("entry_modules", "layer_modules", "exit_modules")
-
-
-def _has_parameters(method: MethodLike) -> bool:
-    """Whether the method builds modules; checked without building them, since gates can be large."""
-    from megaponder.ponder.base import Method  # imported here: this module must not require PyTorch
-
-    return any(getattr(type(method), name, None) not in (None, getattr(Method, name)) for name in BUILDERS)
 
 
 @dataclass(frozen=True)

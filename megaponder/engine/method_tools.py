@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,9 @@ from megaponder.engine.row_kernels import only
 
 if TYPE_CHECKING:
     from megaponder.data.batch import MicroBatch
-    from megaponder.engine.model import PonderStage
+    from megaponder.engine.active_rows import Rows
+    from megaponder.engine.groups import Groups
+    from megaponder.ponder.base import Method
 
 
 class _Broadcast(torch.autograd.Function):
@@ -35,10 +37,32 @@ class _Broadcast(torch.autograd.Function):
         return grad, None
 
 
+class StageParts(Protocol):
+    """What the tools use of a stage (`engine.model.PonderStage`)."""
+
+    config: Any
+    groups: Groups
+    method: Method
+    vocab_size: int
+    embedding_scale: float
+    method_entry: nn.ModuleDict
+    method_modules: nn.ModuleDict
+
+    @property
+    def embedding(self) -> Any: ...
+    @property
+    def final_norm(self) -> Any: ...
+    def head_weight(self) -> Tensor: ...
+    def table_weight(self) -> Tensor: ...
+    def gathered(self, active: Tensor | None) -> Rows | None: ...
+    def local_logits(self, hidden_sbh: Tensor) -> Tensor: ...
+    def cross_entropy(self, hidden_sbh: Tensor, labels_nb: Tensor) -> Tensor: ...
+
+
 class StageEntryTools:
     """First stage: token embeddings."""
 
-    def __init__(self, stage: PonderStage, tokens: int):
+    def __init__(self, stage: StageParts, tokens: int):
         self._stage, self._tokens = stage, tokens
 
     @property
@@ -52,7 +76,7 @@ class StageEntryTools:
 class StageExitTools:
     """Last stage: final norm, vocabulary mixture, the method's modules, and the targets of this rank's tokens."""
 
-    def __init__(self, stage: PonderStage, batch: MicroBatch, step: Tensor | None):
+    def __init__(self, stage: StageParts, batch: MicroBatch, step: Tensor | None):
         self._stage, self._batch, self.step = stage, batch, step
         self.max_depth, self.vocab_size = stage.method.max_depth(), stage.vocab_size
 

@@ -124,7 +124,7 @@ class PonderStage(MegatronModule):
                 self.embedding.word_embeddings.weight.shared_embedding = True
 
     def _build_method(self, seed: int) -> None:
-        """The method's own parameters, with names that start with `checkpoint.restore.METHOD`.
+        """The method's own parameters, under names that begin with `ponder.base.PARAMETER_PREFIX`.
 
         They are replicated on all tensor ranks.  Outside the layers a rank's gradient is the full one or, under
         sequence parallelism, its tokens' share, which megatron-core sums; in a layer it is always the share of the

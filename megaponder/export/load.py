@@ -11,6 +11,7 @@ from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError, first_line
 from megaponder.export import code, configs, folder, names
 from megaponder.export.formats import FORMATS
+from megaponder.export.import_config import run_config
 from megaponder.ponder.registry import methods
 
 if TYPE_CHECKING:
@@ -80,8 +81,6 @@ def _class(path: Path, fields: dict[str, Any], trust_remote_code: bool) -> Any:
 
     if "auto_map" in fields:
         if not trust_remote_code and fields.get("method") not in list(methods()):
-            from megaponder.export.from_hf import run_config
-
             run_config(fields, path, path, frozenset())  # says so
         named = fields["auto_map"]
         reference = named.get("AutoModelForCausalLM") if isinstance(named, dict) else named
@@ -89,8 +88,6 @@ def _class(path: Path, fields: dict[str, Any], trust_remote_code: bool) -> Any:
         reference, sources = code.read(path, reference, method, trust_remote_code)
         earlier = code.is_earlier(sources)
         if earlier or code.is_ours(sources, method):
-            from megaponder.export.from_hf import run_config
-
             run_config(fields, path, path, frozenset())  # bounds passes and sizes
         if earlier:
             from megaponder.export.modeling_megaponder import MegaponderForCausalLM

@@ -29,6 +29,10 @@ from torch import Tensor, nn
 from megaponder.config.presets import NEOX_RECIPE
 from megaponder.errors import UserError
 
+PARAMETER_PREFIX = "method_"
+"""How the names of a method's own parameters begin (method_entry, method_layers, method_modules): a start from weights
+alone may lack them or leave them out."""
+
 
 @dataclass(frozen=True)
 class Pass:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import fields
 
-from megaponder.config.method_facts import facts_of
 from megaponder.config.resolve import init_std
 from megaponder.config.rules import Case, model
 from megaponder.config.rules.run import counts_are_possible
 from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError
 from megaponder.ponder.base import Method, Shape
+from megaponder.ponder.facts import facts_of
 from megaponder.ponder.plugins import is_loaded, load_plugin
 from megaponder.ponder.registry import build_method, methods
 

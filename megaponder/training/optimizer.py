@@ -8,8 +8,8 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, ParamGro
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import nn
 
-from megaponder.checkpoint.restore import METHOD
 from megaponder.config.schema import RunConfig
+from megaponder.ponder.base import PARAMETER_PREFIX
 
 
 def build_optimizer(cfg: RunConfig, ddp: DistributedDataParallel) -> MegatronOptimizer:
@@ -22,7 +22,7 @@ def build_optimizer(cfg: RunConfig, ddp: DistributedDataParallel) -> MegatronOpt
     not_decayed = ParamKey(name="*.bias", predicate=ParamPredicate("vector", lambda p: p.dim() <= 1))
     overrides = {not_decayed: ParamGroupOverride(wd_mult=0.0)}
     if cfg.train.method_only_steps:  # groups of their own, so that `set_lr` can tell them from the backbone's
-        overrides[ParamKey(name=f"*{METHOD}*")] = ParamGroupOverride(of_method=True)
+        overrides[ParamKey(name=f"*{PARAMETER_PREFIX}*")] = ParamGroupOverride(of_method=True)
     return get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -65,5 +65,5 @@ def drop_backbone_gradients(stage: nn.Module) -> None:
     The others then count neither in the gradient norm nor in Adam's moments, and they stay bit-equal.
     """
     for name, parameter in stage.named_parameters():
-        if not name.startswith(METHOD):  # `main_grad` is the buffer that the optimizer, or its shard, reads
+        if not name.startswith(PARAMETER_PREFIX):  # `main_grad` is the buffer that the optimizer, or its shard, reads
             parameter.main_grad.zero_()  # type: ignore[attr-defined]

@@ -14,7 +14,6 @@ from megaponder.config import launcher
 from megaponder.config.fields import all_fields, value_of
 from megaponder.config.gpus import find_gpu
 from megaponder.config.load import dump
-from megaponder.config.method_facts import facts_of
 from megaponder.config.model import FEATURES, SIZES
 from megaponder.config.resolve import resolve
 from megaponder.config.rules import check
@@ -24,6 +23,7 @@ from megaponder.data.check import check_data, fill_from_data
 from megaponder.errors import ConfigError, UserError
 from megaponder.monitor.throughput import Costs
 from megaponder.ponder.base import Method
+from megaponder.ponder.facts import facts_of
 
 if TYPE_CHECKING:
     import torch

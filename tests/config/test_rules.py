@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaponder.config.method_facts import MethodFacts, facts_of
+from megaponder.config.method_facts import MethodFacts
 from megaponder.config.rules import RULES, Machine, check
 from megaponder.config.rules.layout import choose_group, group_fits
 from megaponder.errors import ConfigError
 from megaponder.ponder.base import Shape
+from megaponder.ponder.facts import facts_of
 from megaponder.ponder.registry import build_method
 from tests.config.make import config
 

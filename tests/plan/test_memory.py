@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from megaponder.config.load import from_mapping
-from megaponder.config.method_facts import MethodFacts, facts_of
+from megaponder.config.method_facts import MethodFacts
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import RunConfig
 from megaponder.plan.memory import Memory, layer_activations, layer_input, rank_memory, settle_graphs
+from megaponder.ponder.facts import facts_of
 from megaponder.ponder.settings import method_of
 from tests.distributed import run_workers
 

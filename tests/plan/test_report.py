@@ -12,12 +12,12 @@ from rich.console import Console
 
 from megaponder.config.gpus import GPUS, find_gpu
 from megaponder.config.load import from_mapping
-from megaponder.config.method_facts import facts_of
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import RunConfig
 from megaponder.plan.build import Plan, build_plan
 from megaponder.plan.memory import GIB
 from megaponder.plan.report import duration, print_plan, si
+from megaponder.ponder.facts import facts_of
 from megaponder.ponder.settings import method_of
 
 

@@ -1,0 +1,44 @@
+"""What the rules and the planner are told about a method: `config.method_facts.MethodFacts`, taken from a built one."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from megaponder.config.method_facts import MethodFacts, MethodLike
+from megaponder.ponder.base import Method
+
+PLANS_SEEN = 64
+"""Steps whose plans are sampled: enough to see every pass count of a method that draws it from a few values."""
+
+
+def facts_of(method: MethodLike, seed: int = 0) -> MethodFacts:
+    """The facts of a built method; its plan is sampled over the first steps of a seed."""
+    plans = [method.passes(seed, step) for step in range(PLANS_SEEN)]
+    counts = {len(plan) for plan in plans}
+    return MethodFacts(
+        max_passes=max(counts),
+        max_slots=max(p.slots for plan in plans for p in plan),
+        rider_channels=method.rider_channels,
+        mixes_vocabulary=method.mixes_vocabulary,
+        keeps_kv=method.keeps_kv,
+        skips=method.skips,
+        varying_passes=len(counts) > 1,
+        has_parameters=_has_parameters(method),
+        token_rows=_declared(method.options, "parameter"),
+        token_counts=_declared(method.options, "counts_tokens"),
+    )
+
+
+def _declared(options: Any, kind: str) -> dict[str, int]:
+    """Options that their class declares as of this kind, with their values."""
+    declared = fields(options) if is_dataclass(options) else ()
+    return {f.name: getattr(options, f.name) for f in declared if kind in f.metadata}
+
+
+BUILDERS = ("entry_modules", "layer_modules", "exit_modules")
+
+
+def _has_parameters(method: MethodLike) -> bool:
+    """Whether the method builds modules; checked without building them, since gates can be large."""
+    return any(getattr(type(method), name, None) not in (None, getattr(Method, name)) for name in BUILDERS)
