@@ -27,7 +27,7 @@ refuse() {
   exit 2
 }
 need_number() { # name, value, least
-  [[ $2 =~ ^(0|[1-9][0-9]{0,5})$ && $2 -ge $3 ]] || refuse "$1 = '$2': it must be a whole number, at least $3."
+  [[ $2 =~ ^(0|[1-9][0-9]{0,5})$ && $2 -ge $3 ]] || refuse "$1 = '$2': it must be an integer of at least $3."
 }
 
 devices() {

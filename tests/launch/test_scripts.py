@@ -70,7 +70,7 @@ def test_several_nodes_need_an_address(fakes: Path) -> None:
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        ({"NPROC": "x"}, "NPROC = 'x': it must be a whole number, at least 1"),
+        ({"NPROC": "x"}, "NPROC = 'x': it must be an integer of at least 1"),
         ({"NPROC": "1.5"}, "NPROC = '1.5'"),
         ({"NPROC": "0"}, "NPROC = '0'"),
         ({"NNODES": "two"}, "NNODES = 'two'"),
