@@ -3,16 +3,16 @@
 #
 #   launch/torchrun.sh configs/pythia-410m-ponderlm.yaml --run runs/first --data.train data/pile
 #
-# LAUNCHER names another launcher with options of its own, for example NVIDIA's, which kills a rank that is silent for ten
-# minutes and starts all ranks again, without a new job (pip install 'megaponder[resilience]'):
+# LAUNCHER names another launcher with its options, for example NVIDIA's, which kills a rank that is silent for ten
+# minutes and restarts all ranks without a new job (pip install 'megaponder[resilience]'):
 #
 #   LAUNCHER="ft_launcher --max-restarts 3 --ft-rank-heartbeat-timeout 600" launch/torchrun.sh ...
 #
 # Environment: NPROC (processes on this node; default: its GPUs, else 1); for several nodes NNODES, NODE_RANK and
 # MASTER_ADDR, the host of node rank 0 (MASTER_PORT defaults to 29500).
 #
-# Signals to this script: TERM and INT go to torchrun, which passes them to the ranks; USR1 and USR2, which torchrun would
-# die of, become the file that the ranks look for.  The exit code is the lowest of the ranks' own (docs/faults.md), where
+# Signals to this script: TERM and INT go to torchrun, which passes them to the ranks; USR1 and USR2, which would kill
+# torchrun, become the file that the ranks look for.  The exit code is the lowest of the ranks' own (docs/faults.md), where
 # torchrun says 1 for all of them.
 set -euo pipefail
 set -m # the child gets its own process group: bash would let a background child ignore Ctrl-C for ever
@@ -74,13 +74,13 @@ export MEGAPONDER_BEGUN_FILE=$own/begun
 read -r -a launcher <<<"${LAUNCHER:-torchrun}"
 command -v "${launcher[0]}" >/dev/null || refuse "LAUNCHER = '${launcher[0]}': there is no such command here."
 
-# Without the --, torchrun under Python 3.11 and older takes our --run for an abbreviation of an option of its own.
+# Without the --, torchrun under Python 3.11 and older reads our --run as an abbreviation of one of its options.
 (
   trap '' USR1 USR2 # Slurm may send them to every process of a step
   exec "${launcher[@]}" "${rendezvous[@]}" --nproc-per-node "$nproc_per_node" -m -- megaponder train "$@"
 ) &
 child=$!
-asked=0 # exit code that a signal asks for, where it ends the ranks before they can write down their own
+asked=0 # exit code for a signal that ends the ranks before they can write their own
 trap 'asked=143; kill -TERM "$child"' TERM
 trap 'asked=130; kill -INT "$child"' INT
 trap 'touch "$MEGAPONDER_REQUEUE_FILE"' USR1 USR2
@@ -97,6 +97,6 @@ elif [ "$code" -ne 0 ] && [ "$asked" -ne 0 ]; then
   code=$asked
 elif [ "$code" -ne 0 ] && [ -e "$MEGAPONDER_BEGUN_FILE" ]; then
   code=69 # every error writes down a code: a rank was killed before it could, and took the others with it
-  echo "error: A rank was killed before it could say where it was; start the same command again." >&2
+  echo "error: A rank was killed before it could report its position; run the same command again." >&2
 fi
 exit "$code"

@@ -27,7 +27,7 @@ class Costs:
     """Needed FLOPs of each pass, where halted tokens do not need them; else empty."""
 
     def needed_share(self, active: Sequence[float]) -> float:
-        """Share of the needed FLOPs that is left when only these shares of the tokens run each pass."""
+        """Share of the needed FLOPs that remains if only these shares of the tokens run each pass."""
         if not self.by_pass or len(active) != len(self.by_pass):
             return 1.0
         return sum(a * f for a, f in zip(active, self.by_pass, strict=True)) / sum(self.by_pass)
@@ -49,11 +49,11 @@ class Throughput:
         self.restart(0, 0)
 
     def restart(self, step: int, tokens: int) -> None:
-        """Begin a new interval at this position."""
+        """Start a new interval at this position."""
         self._step, self._tokens = step, tokens
 
     def rates(self, step: int, tokens: int, seconds: float, needed_share: float = 1.0) -> dict[str, float]:
-        """Values of a row at this position, `seconds` of training after the last; begins the next interval.
+        """Values of a row at this position, `seconds` of training after the last; starts the next interval.
 
         `needed_share`: see `Costs.needed_share`.
         """

@@ -21,7 +21,7 @@ class Tracker(Protocol):
 
 
 def _quiet_writer(args: threading.ExceptHookArgs) -> None:
-    """TensorBoard's writer keeps an error for whoever writes next, who says it in a sentence."""
+    """TensorBoard's writer raises an error at the next write, which reports it in a sentence."""
     if not (isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard.")):
         threading.__excepthook__(args)
 
@@ -49,7 +49,7 @@ class TensorBoard:
 class WandB:
     """A Weights & Biases run whose id lives in the run folder, so that every restart continues it.
 
-    Rows carry their own axes (train/step, train/tokens): a resumed run may repeat steps without being refused.
+    Rows carry their own axes (train/step, train/tokens): a resumed run may repeat steps without being rejected.
     """
 
     def __init__(self, run: Path, cfg: RunConfig, other_id: str | None = None):

@@ -1,4 +1,4 @@
-"""What would make a plan fit: single changes of the configuration, each computed by the planner itself."""
+"""Changes that would make a plan fit: single fields of the configuration, each computed by the planner itself."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ NODE = 8
 
 @dataclass(frozen=True)
 class Change:
-    """One field with another value, all else as it is."""
+    """One field with another value, everything else unchanged."""
 
     field: str
     value: Any
     world_size: int
-    """More than the plan's where a replica would need more GPUs."""
+    """More than the plan's if a replica would need more GPUs."""
     total: int
     """Bytes of the fullest GPU."""
     fits: bool
@@ -59,7 +59,7 @@ def savings(
 
 
 def _candidates(cfg: RunConfig) -> Iterator[tuple[str, list[Any]]]:
-    """Fields and the values to try, mildest first; what is in use already saves nothing and drops out."""
+    """Fields and the values to try, mildest first; values in use already save nothing and are dropped."""
     par, batch = cfg.parallel, cfg.train.micro_batch
     assert cfg.model.num_layers and cfg.model.num_heads
     yield "precision.cuda_graphs", ["auto", False]

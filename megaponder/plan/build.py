@@ -18,7 +18,7 @@ from megaponder.plan.time import Estimate, estimate
 
 @dataclass(frozen=True)
 class Layout:
-    """How the world is divided."""
+    """How the GPUs are divided."""
 
     world_size: int
     tensor: int
@@ -27,9 +27,9 @@ class Layout:
     sequence_parallel: bool
     layers_per_stage: int
     micro_batches: int
-    """Of one rank in a step with the full batch."""
+    """Micro-batches of one rank in a step with the full batch."""
     microbatch_group: int | None
-    """Micro-batches per group of the interleaved schedule; None where it is not used."""
+    """Micro-batches per group of the interleaved schedule; None if it is not used."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class Plan:
     peak_tflops: float
     gpu_memory_gib: float
     gives_graphs_up: bool
-    """Captured passes would not fit, and `precision.cuda_graphs: auto` leaves them out."""
+    """Captured passes would not fit, and `precision.cuda_graphs: auto` runs them eagerly."""
     savings: tuple[Change, ...]
-    """Where the plan does not fit: single changes that save memory, those with which it fits first."""
+    """If the plan does not fit: single changes that save memory, those with which it fits first."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -83,7 +83,7 @@ def own_parameters(method: Any, layers: int) -> OwnParameters:
 def build_plan(cfg: RunConfig, method: Any, facts: MethodFacts, world_size: int, mfu: float, gpu: Gpu) -> Plan:
     """The plan of a resolved and checked configuration with a known vocabulary.
 
-    `method` is a built method; its own modules are counted.  The peak is logging.peak_tflops where that is given.
+    `method` is a built method; its own modules are counted.  The peak is logging.peak_tflops if that is set.
     """
     par = cfg.parallel
     assert cfg.model.num_layers and cfg.model.vocab_size

@@ -1,4 +1,4 @@
-"""What can be named in a configuration: presets and methods."""
+"""The catalog of what a configuration can name: presets and methods."""
 
 from __future__ import annotations
 

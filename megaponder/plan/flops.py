@@ -1,14 +1,14 @@
 """FLOPs per token by pass and by part.
 
 Conventions (printed with every number that depends on them): a multiply-add is 2; attention counts the causal half;
-backward is twice forward; *needed* FLOPs count each pass once (no recompute), *executed* ones add what is run again.
+backward is twice forward; *needed* FLOPs count each pass once (no recompute), *executed* ones add recomputation.
 The unit is one real token: a pass with m slots a token runs m rows of the stack for it.
 
     linear      2 L (2 H H_q + 2 H H_kv + nm H F) a row     nm = 3 (SwiGLU) or 2 (GELU); H_q, H_kv: all heads together
-                less 2 (H H_q + nm H F) in the last layer for a row whose output nobody reads
+                less 2 (H H_q + nm H F) in the last layer for a row whose output is not read
     attention   4 L H_q a visible key; row i of m n rows sees i + 1 keys of each key set
     head        2 V H, in the last pass
-    extra       what the method says (`extra_flops`): vocabulary mixtures, gates
+    extra       as given by the method (`extra_flops`): vocabulary mixtures, gates
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megaponder.config.schema import ModelConfig, RunConfig
 from megaponder.plan.layer import key_flops, linear_flops, unread_flops
 
 BACKWARD = 2.0
-"""Backward FLOPs of a forward FLOP: the gradients of input and weight."""
+"""Backward FLOPs per forward FLOP: the gradients of input and weight."""
 PLANS_AVERAGED = 256
 """Steps over which a random plan is averaged."""
 
@@ -49,7 +49,7 @@ class StepFlops:
 
     passes: tuple[PassFlops, ...]
     again: tuple[float, ...]
-    """Share of the stack's layers that the backward of each pass runs again."""
+    """Share of the stack's layers that the backward of each pass recomputes."""
 
     @property
     def forward(self) -> float:
@@ -63,15 +63,15 @@ class StepFlops:
 
     @property
     def executed(self) -> float:
-        """Training with what is run again: the numerator of HFU."""
+        """Training with recompute: the numerator of HFU."""
         return self.executed_of([1.0] * len(self.passes))
 
     def needed_of(self, active: Sequence[float]) -> float:
-        """`needed`, where only these shares of the tokens take part in each pass."""
+        """`needed`, if only these shares of the tokens take part in each pass."""
         return (1 + BACKWARD) * sum(a * p.total for a, p in zip(active, self.passes, strict=True))
 
     def executed_of(self, active: Sequence[float]) -> float:
-        """`executed`, where only these shares of the tokens are computed in each pass."""
+        """`executed`, if only these shares of the tokens are computed in each pass."""
         parts = zip(active, self.again, self.passes, strict=True)
         return self.needed_of(active) + sum(a * s * (p.linear + p.attention) for a, s, p in parts)
 

@@ -51,7 +51,7 @@ def linear_flops(model: ModelConfig) -> float:
 
 
 def unread_flops(model: ModelConfig) -> float:
-    """What it does not compute for a row that serves as a key only: its output projection and MLP."""
+    """What it skips for a row that only serves as a key: its output projection and MLP."""
     return 2.0 * sum(_matrices(model)[1:])
 
 

@@ -1,7 +1,7 @@
 """Bytes per GPU by part, for any stage of any layout.
 
-Counted: what a training step keeps.  Activation counts follow this system's layers (a test compares them with the
-tensors that autograd really saves); not counted are fragmentation and short-lived buffers beyond the largest one.
+Counts what a training step keeps.  Activation counts follow this system's layers (a test compares them with the tensors
+that autograd actually saves); fragmentation and short-lived buffers beyond the largest one are not counted.
 `overhead` is an assumption, not a count.
 """
 
@@ -68,7 +68,7 @@ def layer_activations(cfg: RunConfig, rows: int, te: bool = False, active: float
 
 
 def _sequence_shards(cfg: RunConfig) -> int:
-    """Ranks among which the rows outside of attention and MLP are split."""
+    """Ranks over which the rows outside attention and MLP are split."""
     return cfg.parallel.tensor if cfg.parallel.sequence else 1
 
 
@@ -137,7 +137,8 @@ def settle_graphs(
     cfg: RunConfig, facts: MethodFacts, passes: Sequence[PassLike], world_size: int, gpu_bytes: float,
     own: OwnParameters = NONE,
 ) -> RunConfig:  # fmt: skip
-    """`precision.cuda_graphs: auto` as false where captured passes do not fit on each stage's GPU but eager ones do."""
+    """`precision.cuda_graphs: auto` becomes false if captured passes do not fit on each stage's GPU but eager ones
+    do."""
     eager = replace(cfg, precision=replace(cfg.precision, cuda_graphs=False))
 
     def worst(one: RunConfig) -> int:
@@ -181,7 +182,7 @@ def _captured(cfg: RunConfig, te: bool) -> bool:
 
 
 def _fp8_copies(cfg: RunConfig, held: Parameters) -> int:
-    """FP8 weights, as they are and transposed, which Transformer Engine keeps beside the BF16 ones."""
+    """FP8 weights, plain and transposed, which Transformer Engine keeps beside the BF16 ones."""
     return 2 * (held.attention + held.mlp) if cfg.precision.fp8 != "none" else 0
 
 

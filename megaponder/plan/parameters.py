@@ -24,7 +24,7 @@ class Parameters:
     norms: int = 0
     """Of the layers and the final one."""
     head: int = 0
-    """Output head; 0 where it is tied to the token table."""
+    """Output head; 0 if it is tied to the token table."""
     method: int = 0
     """The pondering method's own modules."""
     copies: int = 0

@@ -108,7 +108,7 @@ def _verdict(plan: Plan) -> str:
         needs += "it would with any one of"
     elif plan.savings:
         helping = [plan.savings[0]]
-        needs += "no single change would do; most is saved by"
+        needs += "no single change is enough; the most is saved by"
     else:
         needs += "no single change saves memory"
     for c in helping:

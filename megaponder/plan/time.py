@@ -25,7 +25,7 @@ class Estimate:
     step_seconds: float
     """Of a step with the full batch."""
     bubble: float
-    """Share of time that the pipeline idles at the full batch; it is one of the things that MFU already contains."""
+    """Share of time that the pipeline idles at the full batch; MFU already includes it."""
 
 
 def estimate(cfg: RunConfig, method: MethodLike, world_size: int, mfu: float, peak_tflops: float) -> Estimate:

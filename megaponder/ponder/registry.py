@@ -31,7 +31,7 @@ def build_method(name: str, options: Mapping[str, Any], shape: Shape) -> Method:
             "ponder.method",
             name,
             "there is no such method",
-            f"known methods: {', '.join(sorted(known))}; of your own, name the plugin",
+            f"known methods: {', '.join(sorted(known))}; for your own, set ponder.plugin",
         )
     cls = known[name]
     return cls(parse_options(cls, options), shape)

@@ -19,7 +19,7 @@ from megaponder.ponder.registry import build_method, methods
 def method_of(cfg: RunConfig) -> Method:
     """The method of a resolved config.
 
-    A plugin that the config names is not run here, for the config may be a checkpoint's: see `use_plugin`.
+    A plugin named in the config is not run here, since the config may come from a checkpoint: see `use_plugin`.
     """
     m = cfg.model
     assert m.family is not None and m.num_layers is not None and m.hidden_size is not None, "the config is not resolved"
@@ -67,7 +67,7 @@ def initialisation(cfg: RunConfig, method: Method) -> tuple[str, float, float]:
 
 
 def check_shape(cfg: RunConfig) -> None:
-    """ConfigError for a resolved configuration of which no model can be built, wherever it came from."""
+    """ConfigError for a resolved configuration that does not describe a valid model, wherever it came from."""
     case = Case(cfg, facts_of(method_of(cfg), cfg.train.seed), 1)
     for rule in (counts_are_possible, *model.SHAPES):
         rule(case)
