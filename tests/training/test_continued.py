@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megaponder.checkpoint import folder, reader
-from megaponder.checkpoint.restore import METHOD
+from megaponder.ponder.base import PARAMETER_PREFIX as METHOD
 from megaponder.export.from_hf import import_hf
 from tests.tolerance import ATOL, RTOL
 from tests.training.conftest import Base, run
