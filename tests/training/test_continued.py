@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from megaponder.checkpoint import folder, reader
-from megaponder.ponder.base import PARAMETER_PREFIX as METHOD
 from megaponder.export.from_hf import import_hf
+from megaponder.ponder.base import PARAMETER_PREFIX as METHOD
 from tests.tolerance import ATOL, RTOL
 from tests.training.conftest import Base, run
 

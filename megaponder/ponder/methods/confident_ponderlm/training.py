@@ -1,5 +1,5 @@
-"""Confident exit: PonderLM whose tokens exit as soon as the model is sure of their next token, after Confident Adaptive
-Language Modeling (arXiv 2207.07061); a baseline for comparisons at equal FLOPs.
+"""Confident exit: PonderLM whose tokens exit as soon as the model is confident of their next token, after Confident
+Adaptive Language Modeling (arXiv 2207.07061); a baseline for comparisons at equal FLOPs.
 
 Train with threshold 1 (never exits), calibrate the threshold on held-out text (`benchmarks/calibrate.py`), and evaluate
 with it.

@@ -1,15 +1,15 @@
 """Decoding with latent thoughts: slots 0 .. K of a token are its embedding and its latents, each the output at the slot
 before it; slot K is read out.
 
-Every slot reads all slots before it, so a token's latents are defined by a recursion over slots.  Decoding runs it as
-it is (exact given the cache), one row after the other.  A forward over whole sequences runs K passes of 1 .. K slots,
-then Jacobi refinements of all slots, then the pass that is read out and stored.  Each pass makes one more slot exact,
-so n K - K refinements are always enough; models that were trained so need few.
+Every slot reads all slots before it, so a token's latents are defined by a recursion over slots.  Decoding evaluates it
+directly (exact given the cache), one row after the other.  A forward over whole sequences runs K passes of 1 .. K
+slots, then Jacobi refinements of all slots, then the pass that is read out and stored.  Each pass makes one more slot
+exact, so n K - K refinements are always enough; models trained this way need few.
 
 `forward(jacobi=None)`, the default, does what training does: a fixed number of refinements, and in ponderlm3 soft
 weights instead of pruning.  That approximates the recursion, as well as training made it converge.
-`forward(jacobi="converge")` refines until nothing moves any more and prunes as decoding does: the recursion itself; a
-number refines so often, and prunes.  It has no effect on tokens that follow a cache.  `generate` takes
+`forward(jacobi="converge")` refines until nothing changes and prunes as decoding does: the recursion itself; a number
+refines that many times, and prunes.  It has no effect on tokens that follow a cache.  `generate` takes
 `config.prefill_jacobi`, "converge" unless set to a number of refinements.
 
 Shapes: b batch, n tokens of this call, K latents, H hidden.
@@ -29,14 +29,14 @@ from megaponder.decoding.passes import Run, View
 
 
 class Latents(DecodingMethod):
-    """What ponderlm2 and ponderlm3 share; the latter routes and weighs the latents."""
+    """The common part of ponderlm2 and ponderlm3; the latter routes and weights the latents."""
 
     arguments = ("jacobi",)
     config_fields = {"prefill_jacobi": "converge"}
     as_decoded = {"jacobi": "converge"}
     note = """
 A forward of this method finds the latents of a text by $jacobi parallel refinements, as in training; decoding runs the
-exact recursion.  `generate` refines prompts until nothing moves, so that text does not depend on the cache; set
+exact recursion.  `generate` refines prompts until nothing changes, so that text does not depend on the cache; set
 `prefill_jacobi` in config.json to a number for a faster, approximate start.
 """
 
@@ -56,7 +56,7 @@ exact recursion.  `generate` refines prompts until nothing moves, so that text d
         return torch.cat(rows, dim=1)
 
     def feed(self, model: Any, h: Tensor) -> Tensor:
-        """What the state of a slot puts into the next one."""
+        """What a slot's state contributes to the next slot."""
         return h
 
     def route(self, model: Any, h: Tensor) -> Tensor | None:
@@ -100,14 +100,14 @@ exact recursion.  `generate` refines prompts until nothing moves, so that text d
         return self.readout(h, a, hard)
 
     def _store(self, a: Tensor | None, run: Run) -> None:
-        """Prune what lies in the cache as decoding would have: by the last router logits."""
+        """Prune the cache as decoding would have: by the last router logits."""
         if run.cache is not None and a is not None:
             run.cache.rows[0] = Rows(run.rows[0].token, **self.weights(a, slice(None), True))
             run.cache.drop_dead(0)
 
     @staticmethod
     def _settled(old: list[Tensor], new: list[Tensor], real: Tensor) -> bool:
-        """Nothing moved by more than rounding."""
+        """Whether nothing changed by more than rounding."""
         x, y = (torch.stack(z, dim=2)[real] for z in (old, new))
         return bool((x - y).abs().max() <= 2 * torch.finfo(x.dtype).eps * y.abs().max())
 

@@ -54,7 +54,7 @@ class LatentMethod(Method):
     """The passes and rows of PonderLM-2, which PonderLM-3 shares."""
 
     final_reads: tuple[int, ...] | None = None
-    """Slots that the readout looks at (None: all)."""
+    """Slots that the readout uses (None: all)."""
 
     def passes(self, seed: int, step: int | None) -> tuple[Pass, ...]:
         o = self.options
@@ -66,7 +66,7 @@ class LatentMethod(Method):
         return (*grow, *refine, Pass(k + j, True, slots=k + 1, reads=self.final_reads))
 
     def _watch(self, p: Pass, latents: Tensor, carry: dict[str, Tensor], tools: ExitTools) -> None:
-        """Note how far this refinement moved the latents: sum over valid tokens of the mean square."""
+        """Record how far this refinement moved the latents: sum over valid tokens of the mean square."""
         if p.reads is not None:
             moved = (latents.detach().float() - carry["latents"].float()).square().mean(-1)
             per_token = moved.unflatten(0, (-1, p.feedback_slots)).mean(1)

@@ -14,7 +14,7 @@ from megaponder.decoding.passes import Run
 class Pause(DecodingMethod):
     """Each token is followed by `pauses` pause tokens at its position; the last one is read out.
 
-    The pause token is a row of the table, or a row of its own where its id lies beyond the vocabulary.
+    The pause token is a row of the table, or a separate row if its id is beyond the vocabulary.
     """
 
     name = "pause"

@@ -11,7 +11,7 @@ from megaponder.decoding.passes import Run
 
 
 class PonderLM(DecodingMethod):
-    """Between two passes every token's embedding takes up the expected embedding of its next token."""
+    """Between two passes every token's embedding adds the expected embedding of its next token."""
 
     name = "ponderlm"
     defaults = {"steps": 3, "topk": 0, "multiply_by_steps": False}
