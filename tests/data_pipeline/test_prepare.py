@@ -130,7 +130,7 @@ def test_skipped_work_is_not_continued_strictly(options: PrepareOptions) -> None
     first = Path(options.inputs[0])
     first.write_text("{\n" + first.read_text())
     _interrupt(replace(options, on_error="skip"), after=2)
-    with pytest.raises(UserError, match="has skipped 1 unreadable"):
+    with pytest.raises(UserError, match="skipped 1 unreadable"):
         prepare(options)
     assert prepare(replace(options, restart=True, inputs=options.inputs[1:])).resumed_documents == 0
 

@@ -67,7 +67,7 @@ def test_sentences_of_resuming(base: Base):
     assert found[8].startswith("model.tie_embeddings = False") and found[9] == ""
     scales = [line for line in output.splitlines() if "embeddings were multiplied by 8.94427 up to" in line]
     # vanilla and adaponderlm scale otherwise by themselves, "scaled" was told to; "scaled-alike" is the same in numbers
-    assert len(scales) == 3 and "are by 1 from" in scales[0] and "are by 2 from" in scales[2]
+    assert len(scales) == 3 and ", and by 1 from" in scales[0] and ", and by 2 from" in scales[2]
     _other_options(base, checkpoint)
     for name in ("all-damaged", "never"):
         assert folder.published(base.root / name / "checkpoints"), "nothing that existed was touched"
