@@ -139,7 +139,10 @@ def test_the_gpu_image_has_the_tested_versions() -> None:
     assert {canonical(r) for r in listed} == wanted - {"torch", "megatron-core", "numpy"}, "NVIDIA's, and one by name"
 
 
-@pytest.mark.parametrize("module", ["megaponder.config.load", "megaponder.cli.main", "megaponder.data.prepare"])
+@pytest.mark.parametrize(
+    "module",
+    ["megaponder.config.load", "megaponder.cli.main", "megaponder.cli.configuration", "megaponder.data.prepare"],
+)
 def test_light_modules_do_without_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

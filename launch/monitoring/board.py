@@ -67,6 +67,13 @@ ROWS: dict[str, tuple[Chart, ...]] = {
         Chart("Learning rate", "none", {"": of_run("learning_rate")}),
         Chart("Skipped steps", "none", {"{{reason}}": of_run("skipped_steps_total", "reason")}),
         Chart("Tokens consumed", "short", {"": of_run("consumed_tokens_total")}),
+        Chart("Without targets", "none", {
+            "micro-batches": of_run("empty_micro_batches_total"), "evaluations in a row": of_run("empty_evaluations"),
+        }),
+        Chart("Training FLOPs", "none", {
+            "needed": of_run("needed_flops_total"), "executed": of_run("executed_flops_total"),
+        }),
+        Chart("Training time", "s", {"": of_run("training_seconds_total")}),
         Chart("Sequences in a step", "none", {"": of_run("global_batch")}),
         Chart("Largest absolute values in FP8 layers", "none", {"{{tensor}}": of_run("fp8_amax", "tensor")}),
     ),
@@ -78,6 +85,10 @@ ROWS: dict[str, tuple[Chart, ...]] = {
         Chart("Share of tokens in each pass", "percentunit", {"pass {{pass}}": of_run("ponder_pass_tokens", "pass")}),
         Chart("Held-out loss by pass (nats)", "none",
               {"pass {{pass}}": of_run("ponder_validation_pass_loss", "pass")}),
+        Chart("Loss by depth (nats)", "none", {
+            "depth {{depth}}": of_run("ponder_depth_loss", "depth"),
+            "held-out, depth {{depth}}": of_run("ponder_validation_depth_loss", "depth"),
+        }),
         Chart("Saturated gate values", "percentunit", {
             "gate {{pass}}": of_run("ponder_gate_saturation_ratio", "pass"),
             "collapsed": of_run("ponder_gates_collapsed"),

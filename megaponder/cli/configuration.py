@@ -12,7 +12,6 @@ from megaponder.config.resolve import resolve
 from megaponder.config.rules import Machine, check
 from megaponder.config.schema import RunConfig
 from megaponder.errors import ConfigError, UserError
-from megaponder.ponder.facts import facts_of
 
 
 def load(path: str | None, overrides: list[str]) -> RunConfig:
@@ -38,6 +37,7 @@ def planned(
     if cfg.model.vocab_size is None:
         rule = "a plan needs it, and neither a preset nor a dataset sets it"
         raise ConfigError("model.vocab_size", None, rule, "add --model.vocab_size 50304")
+    from megaponder.ponder.facts import facts_of
     from megaponder.ponder.settings import method_of, use_plugin  # after the file's own mistakes: it imports torch
 
     use_plugin(cfg)

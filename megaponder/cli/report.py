@@ -65,16 +65,14 @@ def _say(line: str) -> None:
 def _first_to_say(message: str) -> bool:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")  # the launcher's process id stays the same
     digest = hashlib.sha256(f"{os.getppid()} {attempt} {message}".encode()).hexdigest()[:16]
-    marker = Path(tempfile.gettempdir()) / f"megaponder-error-{os.getuid()}-{digest}"
     try:
-        if time.time() - marker.stat().st_mtime > STALE_SECONDS:
-            marker.unlink(missing_ok=True)
-    except OSError:
-        pass
-    try:
+        marker = Path(tempfile.gettempdir()) / f"megaponder-error-{os.getuid()}-{digest}"
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - marker.stat().st_mtime > STALE_SECONDS:
+                marker.unlink(missing_ok=True)
         os.close(os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except FileExistsError:
         return False
-    except OSError:  # no place for a marker: better printed twice than never
+    except OSError:  # no place for a marker, or no descriptor: better printed twice than never
         return True
     return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -85,9 +86,10 @@ class RunLock:
             return
         self._stop.set()
         self._thread.join()
-        owner = self._owner()
-        if owner is not None and owner["pid"] == os.getpid() and owner["host"] == socket.gethostname():
-            self.path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it may not hide why the run ends; the next start sees a dead owner
+            owner = self._owner()
+            if owner is not None and owner["pid"] == os.getpid() and owner["host"] == socket.gethostname():
+                self.path.unlink(missing_ok=True)
 
     def _create(self) -> bool:
         me = {
