@@ -67,7 +67,7 @@ def test_vocabulary(tmp_path: Path, a: str) -> None:
 
 
 def test_eod(tmp_path: Path, a: str) -> None:
-    with pytest.raises(ConfigError, match=r"data\.eod_id = None: loss_mask ignore_eod_target needs it"):
+    with pytest.raises(ConfigError, match=r"data\.eod_id = None: loss_mask ignore_eod_target requires it"):
         check_data(config(tmp_path, [a], eod_id=None))
     assert check_data(config(tmp_path, [a], eod_id=None, loss_mask="plain")).eod_id is None
     with pytest.raises(ConfigError, match="token id below 100"):

@@ -154,5 +154,5 @@ def test_a_tokenizer_of_another_model_is_refused(run: Path, tmp_path: Path) -> N
     own.pre_tokenizer = pre_tokenizers.Whitespace()
     own.add_special_tokens(["</s>"])
     own.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UserError, match="the tokenizer gives token id 299, and the model has 257 ids"):
+    with pytest.raises(UserError, match="the tokenizer gives token id 299, but the model has 257 ids"):
         generate(run / "run", ["w5 w299"], tokenizer=str(tmp_path / "tokenizer.json"))
