@@ -64,11 +64,11 @@ def test_imported_weights_start_methods_with_parameters_of_their_own(imported: P
     _, output = run("run_many", 1, jobs=jobs)
     run("run_many", 2, jobs=[job(imported, f"{n}-pp2", n, parallel__pipeline=2) for n in OWN])
     for name, own in OWN.items():
-        names = ", ".join(f"{PARAMETER_PREFIX}{n}" for n in own)
+        names = ", ".join(f"{PARAMETER_PREFIX}modules.{n}" for n in own)
         assert f"; newly initialised: {names}.\n" in output
         np.testing.assert_allclose(  # fresh values do not depend on the layout
-            tensors(imported / f"{name}-pp2", 1)[f"{PARAMETER_PREFIX}{own[-1]}"],
-            tensors(imported / name, 1)[f"{PARAMETER_PREFIX}{own[-1]}"], RTOL, ATOL,
+            tensors(imported / f"{name}-pp2", 1)[f"{PARAMETER_PREFIX}modules.{own[-1]}"],
+            tensors(imported / name, 1)[f"{PARAMETER_PREFIX}modules.{own[-1]}"], RTOL, ATOL,
         )  # fmt: skip
     assert output.count("Starting from the weights of") == len(jobs)
 
@@ -121,7 +121,7 @@ def test_the_methods_parameters_are_trained_first(base: Base):
             # in BF16 a step can be too small for the parameter, though not for its master
             kept = f"optimizer.state.param.{n}" if name == "bf16" else n
             assert (series[3][kept] != series[2][kept]).any(), f"{name}: {n} rests for ever"
-        last = f"{PARAMETER_PREFIX}gates.1.2.bias"
+        last = f"{PARAMETER_PREFIX}modules.gates.1.2.bias"
         assert (series[1][last] != series[2][last]).all(), f"{name}: the gates rest"
         if name != "bf16":
             losses = [[row["loss"] for row in base.rows(f"own-{n}").values()] for n in ("one", name)]
