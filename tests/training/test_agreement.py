@@ -24,6 +24,7 @@ def nodes(base: Base) -> tuple[list[dict[str, Any]], str]:
         pytest.skip("mount namespaces are not allowed here")
     ways: dict[str, dict[str, Any]] = {
         "stale-once": {}, "stale-first": {}, "stale-always": {}, "other-disk": {}, "lost-shard": {},
+        "other-bytes": {},
         "flipped": EVERY, "flipped-async": EVERY | ASYNC, "short": EVERY, "gone-async": EVERY | ASYNC,
         "killed": EVERY, "killed-async": EVERY | ASYNC, "none": EVERY | ASYNC,
         "private-run": {}, "private-checkpoints": {},
@@ -70,6 +71,7 @@ HERE = socket.gethostname()
         ("stale-always", f"rank 1 on node2 sees 1, the newest of them step_00000003, rank 0 on {HERE} sees 2, the new"),
         ("other-disk", f"rank 1 on node2 finds that its manifest.json is another one, rank 0 on {HERE} does not"),
         ("lost-shard", "is not the same on all ranks: rank 1 on node2 finds that __0_0.distcp is missing"),
+        ("other-bytes", "is not the same on all ranks: rank 1 on node2 finds that __0_0.distcp has other bytes"),
         ("load", "is not the same on all ranks: rank 1 on node2 finds that its manifest.json is another one"),
         ("private-run", "rank 1 on node2 does not see what rank 0 has just written into the folder"),
         ("private-checkpoints", "rank 1 on node2 does not see what rank 0 has just written into the folder"),
