@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megaponder.decoding.backbone import linear
+from megaponder.decoding.window import scales
 
 
 class Gates(nn.Module):
@@ -18,10 +19,11 @@ class Gates(nn.Module):
             nn.Sequential(nn.Linear(hidden, width * hidden), nn.ReLU(), nn.Linear(width * hidden, 1))
             for _ in range(count)
         )
-        self.state = nn.Parameter(torch.zeros(6), requires_grad=False)
+        self.state = nn.Parameter(torch.zeros(7), requires_grad=False)
 
     def go_on(self, index: int, h: Tensor) -> Tensor:
         """Whether tokens go on at decision `index`: bool [b, n] of states [b, n, H]."""
         first, _, last = self.mlps[index]  # type: ignore[misc]
-        score = linear(last, F.relu(linear(first, h)))[..., 0]
+        into, out = scales(h.shape[-1], last.in_features)
+        score = (linear(last, F.relu(linear(first, h) * into)) * out)[..., 0]
         return score >= self.state[0].to(score.dtype)

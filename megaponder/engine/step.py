@@ -151,7 +151,7 @@ class Engine:
     def settle(self, out: StepOutput, step: int) -> None:
         """After an optimizer step was taken: what the method updates from the step's statistics."""
         modules = self.stage.method_modules if self.groups.is_last_stage else None
-        self.stage.method.settle(modules, out.stats, step)
+        out.stats |= self.stage.method.settle(modules, out.stats, step)
 
     def _group(self, micro_batches: int) -> int:
         """Micro-batches that run through one pass before the next pass starts."""

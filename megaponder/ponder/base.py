@@ -302,11 +302,12 @@ class Method:
         """Hidden states for the head, after the last pass on the last stage; `rows` come before the final norm."""
         return Readout(tools.norm(rows))
 
-    def settle(self, exit_modules: nn.ModuleDict | None, means: Mapping[str, float], step: int) -> None:
+    def settle(self, exit_modules: nn.ModuleDict | None, means: Mapping[str, float], step: int) -> dict[str, float]:
         """After an optimizer step: update what follows from the step's statistics, the same on every rank.
 
-        `exit_modules`: those of the last stage, None on the others.
+        `exit_modules`: those of the last stage, None on the others.  Returns more statistics to report.
         """
+        return {}
 
     def budget(self, step: int) -> float | None:
         """Passes (or rows) that a token may spend in the mean at a training step; None: there is no such aim."""

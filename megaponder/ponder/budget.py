@@ -1,7 +1,7 @@
 """Budgets that hold: scores that are learned from what a pass brings, and one threshold that follows the budget.
 
     b = l_j - l_{j+1}: what one more pass took off the token's loss, of the rows that ran it, without gradient
-    g = MLP(sg(h)): the score, trained by (g - clamp(b, -3, 3) / sigma)^2;   sigma^2: moving mean of b^2
+    g = (8 / I) (w2 relu((W1 sg(h) + b1) / sqrt(H)) + b2): the score, trained by (g - clamp(b, -3, 3) / sigma)^2;   sigma^2: moving mean of b^2
     a token in the window goes on while g >= theta
     theta = mean(g) + std(g) (Phi^-1(1 - p) + c),   c <- c + 0.1 (depth - budget)
 
@@ -10,8 +10,14 @@ knows the budget, and no gradient passes through it, so no gate can saturate: on
 changes once a step, from sums over the global batch, and is a tensor beside the scores' weights: in checkpoints and
 exports, and read by captured passes where it lies.
 
-In training a small share of the tokens that would stop goes on for one more pass, drawn from step, position and token;
-the scores would otherwise never learn what they have missed.  They do not count in the depth that theta follows.
+The factors 8 / I (I: width of the MLP) and 1 / sqrt(H) make the scores move by about 3 learning rates a step, whatever
+the width: theta can only follow scores that move by less in a step than they differ between tokens.
+
+In training a share `explore` of the decisions, by default all, is drawn at random instead, with probability p: from step,
+position and token, so that every layout draws the same.  Scores that decide in training teach themselves: passes are
+only trained at the tokens that take them, so their benefit grows there and vanishes elsewhere, whichever tokens came
+first.  Drawn decisions keep every depth trained at all tokens, the scores unbiased, and the budget of training exact;
+evaluation and decoding, where no pass is drawn, then follow the scores.
 
 theta * sigma is the price of a pass in nats: what the last pass that is granted brings.  Below 0 the budget is larger
 than what is useful.
@@ -27,43 +33,49 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megaponder.decoding.window import Window, window
+from megaponder.decoding.window import Window, scales, window
 from megaponder.errors import ConfigError
 from megaponder.ponder.base import ExitTools, Shape
 from megaponder.ponder.halting import linear32, ramp
 
 GAIN = 0.1
 """Of c, in standard deviations of the score for a depth that is wrong by 1."""
-RATE = 0.1
+RATE = 0.3
 """Of the moving mean and variance of the scores."""
 SLOW = 0.02
 """Of the moving mean of b^2."""
 LARGEST = 3.0
 """Benefits beyond are cut, in nats."""
-THETA, MEAN, VARIANCE, CORRECTION, SIGMA2, STEPS = range(6)
-SUMS = ("asked", "score", "score_sq", "went", "ran", "benefit_sq")
-STATS = ("wanted_depth", "price_of_a_pass")
-NAMES = (*(f"budget/{name}" for name in SUMS), *STATS)
-"""Statistics of a method with a budget; the first are for theta alone."""
+THETA, MEAN, VARIANCE, CORRECTION, SIGMA2, SHARE, STEPS = range(7)
+SUMS = ("seen", "score", "score_sq", "ran", "benefit_sq")
+PRICE = "price_of_a_pass"
+
+
+def stat_names(window: Window) -> tuple[str, ...]:
+    """Statistics of a method with a budget; those with a slash are for theta alone."""
+    gates = (f"{name}{i}" for i in range(window.gates) for name in ("asked", "went"))
+    return (*(f"budget/{name}" for name in (*SUMS, *gates)), PRICE)
 
 
 class Gates(nn.Module):
     """Scores of the open decisions of a window, and the threshold.
 
     Parameters: `mlps`, one H -> width H -> 1 for each decision; `state` (FP32, no gradient): theta, mean and variance
-    of the scores, c, sigma^2, number of updates.
+    of the scores, c, sigma^2, p, number of updates.
     """
 
-    def __init__(self, hidden: int, width: int, count: int, everyone: bool):
+    def __init__(self, hidden: int, width: int, count: int, share: float):
         super().__init__()
         self.mlps = nn.ModuleList(
             nn.Sequential(nn.Linear(hidden, width * hidden), nn.ReLU(), nn.Linear(width * hidden, 1))
             for _ in range(count)
         )
         for mlp in self.mlps:
+            nn.init.normal_(mlp[0].weight)  # type: ignore[index, arg-type]
+            nn.init.normal_(mlp[2].weight, std=0.3)  # type: ignore[index, arg-type]
             nn.init.zeros_(mlp[2].bias)  # type: ignore[index, arg-type]
-        # everyone goes on until a ramp begins
-        self.state = nn.Parameter(torch.tensor([-(2.0**20) if everyone else 0.0, 0, 0, 0, 1, 0]), requires_grad=False)
+        theta = -(2.0**20) if share >= 1 else 0.0
+        self.state = nn.Parameter(torch.tensor([theta, 0.0, 0.0, 0.0, 1.0, share, 0.0]), requires_grad=False)
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
         """The threshold stays FP32, whatever the weights become."""
@@ -75,8 +87,12 @@ class Gates(nn.Module):
     def score(self, index: int, active: Tensor, state: Tensor, tools: ExitTools) -> Tensor:
         """Scores of decision `index` [s, b] of active tokens, from states [s, b, H], 0 elsewhere."""
         first, _, last = self.mlps[index]  # type: ignore[misc]
-        out = tools.on(active, lambda h: linear32(last, torch.relu(linear32(first, h))), state.detach())
-        return tools.agree(out[..., 0])
+        into, out = scales(state.shape[-1], last.in_features)
+
+        def compute(h: Tensor) -> Tensor:
+            return linear32(last, torch.relu(linear32(first, h) * into)) * out
+
+        return tools.agree(tools.on(active, compute, state.detach())[..., 0])
 
     @property
     def theta(self) -> Tensor:
@@ -87,23 +103,23 @@ class Gates(nn.Module):
         return self.state[SIGMA2].sqrt()
 
     @torch.no_grad()
-    def settle(self, means: Mapping[str, float], share: float, following: float, decisions: int) -> None:
-        """Once a step, from means over the tokens of the global batch; `share` of each of the decisions was to go on,
-        and in the following step `following`."""
-        asked, ran = means["budget/asked"], means["budget/ran"]
-        _, mean, variance, correction, sigma2, steps = self.state.tolist()
-        if asked > 0:
+    def settle(self, means: Mapping[str, float], surplus: float, following: float) -> None:
+        """Once a step, from means over the tokens of the global batch: `surplus` decisions a token went on beyond
+        the budget; in the following step a share `following` of each decision may go on."""
+        seen, ran = means["budget/seen"], means["budget/ran"]
+        _, mean, variance, correction, sigma2, _, steps = self.state.tolist()
+        if seen > 0:
             rate = max(RATE, 1 / (steps + 1))
-            now = means["budget/score"] / asked
+            now = means["budget/score"] / seen
             mean += rate * (now - mean)
-            variance += rate * (max(0.0, means["budget/score_sq"] / asked - now**2) - variance)
-            wanted = sum(share**k for k in range(1, decisions + 1))  # a token must pass the earlier ones
-            correction += GAIN * (means["budget/went"] - wanted) / decisions
+            variance += rate * (max(0.0, means["budget/score_sq"] / seen - now**2) - variance)
+            correction += GAIN * surplus
         if ran > 0:
             sigma2 += max(SLOW, 1 / (steps + 1)) * (means["budget/benefit_sq"] / ran - sigma2)
         z = NormalDist().inv_cdf(min(max(1 - following, 1e-6), 1 - 1e-6))
         theta = mean + max(variance, 0.0) ** 0.5 * (z + correction)
-        self.state.copy_(torch.tensor([theta, mean, variance, correction, max(sigma2, 1e-12), steps + 1]))
+        new = [theta, mean, variance, correction, max(sigma2, 1e-12), following, steps + 1]
+        self.state.copy_(torch.tensor(new))
 
 
 class Decisions:
@@ -119,18 +135,18 @@ class Decisions:
         `at_random`, in evaluation: shares that go on instead of those whose score is high.
         """
         carry, tools = self.carry, self.tools
-        wanted = carry.get("wanted", active.float()) > 0.5
         if at_random is not None:
-            go = lottery(tools, index) < at_random[index]
-        else:
-            go = score.detach() >= self.gates.theta
-        asked, go = wanted & active, go & wanted & active
-        self._count(asked=asked, score=asked * score.detach(), score_sq=asked * score.detach() ** 2, went=go)
-        carry["wanted"] = go.float()
-        carry[f"score{index}"] = score
-        if tools.step is not None and self.explore:
-            go = go | (asked & (lottery(tools, index) < self.explore))
-        return go
+            return active & (lottery(tools, 2 * index) < at_random[index])
+        high = score.detach() >= self.gates.theta
+        asked = active & (carry.get("wanted", active.float()) > 0.5)  # those that the scores would have sent here
+        seen = active * score.detach()
+        self._count(seen=active, score=seen, score_sq=seen.square())
+        self._count(**{f"asked{index}": asked, f"went{index}": asked & high})
+        carry["wanted"], carry[f"score{index}"] = (asked & high).float(), score
+        if tools.step is None or not self.explore:
+            return active & high
+        drawn = lottery(tools, 2 * index) < self.gates.state[SHARE]
+        return active & torch.where(lottery(tools, 2 * index + 1) < self.explore, drawn, high)
 
     def learn(self, index: int, losses: Tensor, ran: Tensor) -> None:
         """`losses` [s, b] of tokens had they stopped before decision `index`, or after the last one; of those that
@@ -156,11 +172,9 @@ class Decisions:
         """For `Readout.stats`."""
         valid = self.tools.valid_sb.sum()
         zero = torch.zeros_like(valid)
-        sums = {f"budget/{name}": self.carry.get(f"budget/{name}", zero) for name in SUMS}
-        return {
-            **sums,
-            "wanted_depth": self.window.least * valid + sums["budget/went"],
-            "price_of_a_pass": self.gates.theta * self.gates.sigma * valid,
+        names = stat_names(self.window)[:-1]
+        return {name: self.carry.get(name, zero) for name in names} | {
+            PRICE: self.gates.theta * self.gates.sigma * valid
         }
 
 
@@ -188,13 +202,13 @@ class Budgeted:
                 f"use {0 if target < 0 else min(max(target, least), 1)}",
             )
         self.window = window(target, deepest)
-        self.stats = (*self.stats, *NAMES)
+        self.stats = (*self.stats, *stat_names(self.window))
 
     def gates(self) -> Gates:
         """For `exit_modules`, as "budget"."""
         assert self.window is not None
         o = self.options
-        return Gates(self.shape.hidden_size, o.gate_width, self.window.gates, everyone=o.ramp_end > 0)
+        return Gates(self.shape.hidden_size, o.gate_width, self.window.gates, self.share_of_decisions(0))
 
     def decisions(self, carry: dict[str, Tensor], tools: ExitTools) -> Decisions:
         assert self.window is not None
@@ -211,10 +225,20 @@ class Budgeted:
         now = torch.tensor(float(step), dtype=torch.float64)
         return 1 + float(ramp(now, self.options.ramp_start, self.options.ramp_end)) * (p - 1)
 
-    def settle(self, exit_modules: nn.ModuleDict | None, means: Mapping[str, float], step: int) -> None:
-        if self.window is not None and exit_modules is not None:
+    def settle(self, exit_modules: nn.ModuleDict | None, means: Mapping[str, float], step: int) -> dict[str, float]:
+        if self.window is None:
+            return {}
+        depth, reached = float(self.window.least), 1.0
+        for i in range(self.window.gates):  # of tokens that the scores sent to a decision, some were not drawn
+            asked = means[f"budget/asked{i}"]
+            reached *= means[f"budget/went{i}"] / asked if asked else 0.0
+            depth += reached
+        goal = self.budget(step)
+        assert goal is not None
+        if exit_modules is not None:
             gates: Any = exit_modules["budget"]
-            gates.settle(means, self.share_of_decisions(step), self.share_of_decisions(step + 1), self.window.gates)
+            gates.settle(means, (depth - goal) / self.window.gates, self.share_of_decisions(step + 1))
+        return {"wanted_depth": depth}
 
     def budget(self, step: int) -> float | None:
         if self.window is None:

@@ -53,8 +53,9 @@ class AdaPonderLM(Budgeted, AlignedHalting):
         target: float = 0.0
         """Share of the S + 1 passes that a token may spend in the mean, held by a threshold that follows it; 0: the
         paper's gates and cost, which hold no budget."""
-        explore: float = 0.05
-        """With a target: share of the tokens that would stop which go on in training, so that the scores learn."""
+        explore: float = 1.0
+        """With a target: share of training's decisions that are drawn at random, so that scores and passes learn from
+        all tokens."""
         threshold: float = 1e-4
         """tau: a token goes on while its gate is at least this (without a target)."""
         topk: int = token_count(0)

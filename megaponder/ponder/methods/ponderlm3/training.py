@@ -71,8 +71,9 @@ class PonderLM3(Budgeted, LatentMethod):
         target: float = 0.0
         """Share of the K + 1 rows that a token may spend in the mean, held by a threshold that follows it; 0: the
         router and the cost decide, which hold no budget."""
-        explore: float = 0.05
-        """With a target: share of the tokens that would stop which go on in training, so that the scores learn."""
+        explore: float = 1.0
+        """With a target: share of training's decisions that are drawn at random, so that scores and passes learn from
+        all tokens."""
         score_weight: float = 0.1
         """With a target: weight of the scores' error in the loss."""
         gate_width: int = 4
