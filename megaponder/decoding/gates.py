@@ -21,9 +21,13 @@ class Gates(nn.Module):
         )
         self.state = nn.Parameter(torch.zeros(7), requires_grad=False)
 
-    def go_on(self, index: int, h: Tensor) -> Tensor:
-        """Whether tokens go on at decision `index`: bool [b, n] of states [b, n, H]."""
+    def score(self, index: int, h: Tensor) -> Tensor:
+        """[b, n] of states [b, n, H]."""
         first, _, last = self.mlps[index]  # type: ignore[misc]
         into, out = scales(h.shape[-1], last.in_features)
-        score = (linear(last, F.relu(linear(first, h) * into)) * out)[..., 0]
+        return (linear(last, F.relu(linear(first, h) * into)) * out)[..., 0]
+
+    def go_on(self, index: int, h: Tensor) -> Tensor:
+        """Whether tokens go on at decision `index`: bool [b, n] of states [b, n, H]."""
+        score = self.score(index, h)
         return score >= self.state[0].to(score.dtype)

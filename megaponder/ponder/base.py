@@ -217,6 +217,8 @@ class Method:
     For methods with `halts`; a token never runs more than `max_depth`."""
     at_random: Sequence[float] | None = None
     """Evaluation of a method with a window: the share of tokens that goes on at each open decision, at random."""
+    weighs: bool = False
+    """Training and `forward` weigh what decoding leaves out."""
     hard: bool = False
     """Evaluation: what decoding leaves out is left out, where training and `forward` weigh it instead."""
     window: Window | None = None

@@ -40,6 +40,8 @@ from megaponder.ponder.halting import linear32, ramp
 
 GAIN = 0.1
 """Of c, in standard deviations of the score for a depth that is wrong by 1."""
+FARTHEST = 1.5
+"""Limit of c, so that it comes back soon where for a while no threshold could have held the budget."""
 RATE = 0.3
 """Of the moving mean and variance of the scores."""
 SLOW = 0.02
@@ -113,7 +115,7 @@ class Gates(nn.Module):
             now = means["budget/score"] / seen
             mean += rate * (now - mean)
             variance += rate * (max(0.0, means["budget/score_sq"] / seen - now**2) - variance)
-            correction += GAIN * surplus
+            correction = min(max(correction + GAIN * surplus, -FARTHEST), FARTHEST)
         if ran > 0:
             sigma2 += max(SLOW, 1 / (steps + 1)) * (means["budget/benefit_sq"] / ran - sigma2)
         z = NormalDist().inv_cdf(min(max(1 - following, 1e-6), 1 - 1e-6))

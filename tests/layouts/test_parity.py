@@ -40,7 +40,9 @@ ODD = {
     ),
     "pythia-pause": Case("pythia", "pause", {"pauses": 1, "pause_token_id": 3}),
 }
-ORACLE_CASES = {k: v for k, v in CASES.items() if v.method not in ("sink", "halfway") and (v.steps == 1 or "target" in v.options)} | ODD
+ORACLE_CASES = {
+    k: v for k, v in CASES.items() if v.method not in ("sink", "halfway") and (v.steps == 1 or "target" in v.options)
+} | ODD
 
 
 def _relative(ours: torch.Tensor, reference: torch.Tensor) -> float:

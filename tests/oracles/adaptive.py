@@ -120,7 +120,9 @@ def ponderlm3(o: Oracle, ids: Tensor, options: dict[str, Any], labels: Tensor | 
 
     for i in range(k + j + 1):
         m = len(stages)
-        bias = torch.zeros(n, m, dtype=torch.float64) if router is None else tails(router)[:, :m].clamp(min=1e-300).log()
+        bias = (
+            torch.zeros(n, m, dtype=torch.float64) if router is None else tails(router)[:, :m].clamp(min=1e-300).log()
+        )
         if m > 1:
             bias = torch.cat([torch.zeros(n, 1, dtype=torch.float64), bias[:, 1:]], dim=1)
         x = o.stack(_rows(stages), torch.arange(n).repeat_interleave(m), causal(n * m) + bias.reshape(1, -1))
@@ -161,7 +163,9 @@ def _pruned(o: Oracle, ids: Tensor, options: dict[str, Any], labels: Tensor | No
 
 def _confident(o: Oracle, ids: Tensor, options: dict[str, Any], labels: Tensor | None) -> Result:
     """Exit where the largest next-token probability reaches the threshold."""
-    return _halting(o, ids, options, lambda i, state, active: (state @ o.head.T).softmax(-1).amax(-1) < options["threshold"])
+    return _halting(
+        o, ids, options, lambda i, state, active: (state @ o.head.T).softmax(-1).amax(-1) < options["threshold"]
+    )
 
 
 def adaponderlm(o: Oracle, ids: Tensor, options: dict[str, Any], labels: Tensor | None) -> Result:

@@ -116,9 +116,7 @@ class AdaPonderLM(Budgeted, AlignedHalting):
         s = logit.sigmoid()
         return s, s >= self.options.threshold
 
-    def _by_budget(
-        self, p: Pass, state: Tensor, active: Tensor, carry: dict[str, Tensor], tools: ExitTools
-    ) -> Tensor:
+    def _by_budget(self, p: Pass, state: Tensor, active: Tensor, carry: dict[str, Tensor], tools: ExitTools) -> Tensor:
         assert self.window is not None
         index = p.index + 1 - self.window.least
         if index < 0:

@@ -101,6 +101,4 @@ class AlignedHalting(PonderLM):
         active = riders[..., 0] > 0.5
         state = self._carried(p, rows, active, carry, tools)
         self.ended(p, state, active, carry, tools)
-        return Readout(
-            state, self.cost(carry, tools), self.sums(carry, tools), carry["depth"], self.gate_values(carry)
-        )
+        return Readout(state, self.cost(carry, tools), self.sums(carry, tools), carry["depth"], self.gate_values(carry))

@@ -43,7 +43,6 @@ from megaponder.ponder.budget import Budgeted, Decisions
 from megaponder.ponder.halting import at_least, fraction, linear32, ordered, ramp
 from megaponder.ponder.methods.latents.training import LatentMethod, LatentOptions
 
-
 DEAD = -1e4
 """Logit of what does not exist: exp of it is 0, and it crosses BF16."""
 
@@ -62,6 +61,7 @@ class PonderLM3(Budgeted, LatentMethod):
     summary = "latent thoughts, as many for each token as its router grants"
     rider_channels = 1  # log tail mass of the row, added to its key's logits
     halts = True
+    weighs = True
     stats = ("expected_depth",)
 
     @dataclass
