@@ -1,23 +1,23 @@
 """Budgets that hold: scores that are learned from what a pass brings, and one threshold that follows the budget.
 
     b = l_j - l_{j+1}: what one more pass took off the token's loss, of the rows that ran it, without gradient
-    g = (8 / I) (w2 relu((W1 sg(h) + b1) / sqrt(H)) + b2): the score, trained by (g - clamp(b, -3, 3) / sigma)^2;   sigma^2: moving mean of b^2
+    g = (8 / I) (w2 relu((W1 sg(h) + b1) / sqrt(H)) + b2): the score
+    it is trained by (g - clamp(b, -3, 3) / sigma)^2;   sigma^2: moving mean of b^2
     a token in the window goes on while g >= theta
-    theta = mean(g) + std(g) (Phi^-1(1 - p) + c),   c <- c + 0.1 (depth - budget)
+    theta = mean(g) + std(g) (Phi^-1(1 - p) + c),   c <- c + 0.2 (depth - budget)
 
-p is the share of decisions that the budget lets go on, `depth` the mean number of passes.  The threshold is the only part that
-knows the budget, and no gradient passes through it, so no gate can saturate: one that went too far comes back.  It
-changes once a step, from sums over the global batch, and is a tensor beside the scores' weights: in checkpoints and
-exports, and read by captured passes where it lies.
+p is the share of decisions that the budget lets go on, `depth` the mean number of passes.  The threshold is the only
+part that knows the budget, and no gradient passes through it, so no gate can saturate: one that went too far comes
+back.  It changes once a step, from sums over the global batch, and is a tensor beside the scores' weights: in
+checkpoints and exports, and read by captured passes where it lies.
 
 The factors 8 / I (I: width of the MLP) and 1 / sqrt(H) make the scores move by about 3 learning rates a step, whatever
 the width: theta can only follow scores that move by less in a step than they differ between tokens.
 
-In training a share `explore` of the decisions, by default all, is drawn at random instead, with probability p: from step,
-position and token, so that every layout draws the same.  Scores that decide in training teach themselves: passes are
-only trained at the tokens that take them, so their benefit grows there and vanishes elsewhere, whichever tokens came
-first.  Drawn decisions keep every depth trained at all tokens, the scores unbiased, and the budget of training exact;
-evaluation and decoding, where no pass is drawn, then follow the scores.
+In training a share `explore` of the decisions is drawn at random instead, with probability p: from step, position and
+token, so that every layout draws the same.  Without such draws the scores would never learn what they have missed, and
+passes would be trained at the tokens that take them alone.  At 1 all are drawn: the model is trained as by random
+halting, and only evaluation and decoding, where no decision is drawn, follow the scores.
 
 theta * sigma is the price of a pass in nats: what the last pass that is granted brings.  Below 0 the budget is larger
 than what is useful.
@@ -38,7 +38,7 @@ from megaponder.errors import ConfigError
 from megaponder.ponder.base import ExitTools, Shape
 from megaponder.ponder.halting import linear32, ramp
 
-GAIN = 0.1
+GAIN = 0.2
 """Of c, in standard deviations of the score for a depth that is wrong by 1."""
 FARTHEST = 1.5
 """Limit of c, so that it comes back soon where for a while no threshold could have held the budget."""
@@ -239,7 +239,7 @@ class Budgeted:
         assert goal is not None
         if exit_modules is not None:
             gates: Any = exit_modules["budget"]
-            gates.settle(means, (depth - goal) / self.window.gates, self.share_of_decisions(step + 1))
+            gates.settle(means, depth - goal, self.share_of_decisions(step + 1))
         return {"wanted_depth": depth}
 
     def budget(self, step: int) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Mapping
 
@@ -46,22 +47,23 @@ class Budget:
         if abs(spent - budget) <= OFF:
             return None
         how = "" if self._method.window is not None else "; ponder.options.target holds one"
-        return f"A token runs {spent:.2f} passes in the mean of the last {OVER} steps, and the budget is {budget:.2f}{how}."
+        return f"Tokens ran {spent:.2f} passes in the mean of the last {OVER} steps; the budget is {budget:.2f}{how}."
 
     def _one_gate(self, stats: Mapping[str, float]) -> str | None:
         active = depth.active_shares(stats)
-        halted = [a - b for a, b in zip(active, active[1:], strict=False)]
+        halted = [a - b for a, b in itertools.pairwise(active)]
         gates = len(halted) if self._method.window is None else self._method.window.gates
         if gates < 2 or sum(halted) < HALTS or max(halted) < ONE * sum(halted):
             return None
-        return f"All halting sits in one gate: of the tokens that halt early, {max(halted) / sum(halted):.0%} halt after pass {halted.index(max(halted))}."
+        share, gate = max(halted) / sum(halted), halted.index(max(halted))
+        return f"All halting sits in one gate: of the tokens that halt early, {share:.0%} halt after pass {gate}."
 
     def _price(self) -> str | None:
         if not self._prices or (price := sum(self._prices) / len(self._prices)) >= 0:
             return None
         return (
-            f"The price of a pass is negative ({price:.4f} nats): the last passes that the budget pays for make the loss "
-            "worse; use a smaller ponder.options.target."
+            f"The price of a pass is negative ({price:.4f} nats): the last passes that the budget pays for raise the "
+            "loss; use a smaller ponder.options.target."
         )
 
 
@@ -71,6 +73,6 @@ def random_is_as_good(valid: Evaluation) -> str | None:
     if at_random is None or valid.loss is None or valid.loss < at_random:
         return None
     return (
-        f"Who gets the passes makes no difference: the held-out loss is {valid.loss:.4f}, and {at_random:.4f} with as many "
-        "passes spread at random."
+        f"Who gets the passes makes no difference: the held-out loss is {valid.loss:.4f}, and {at_random:.4f} with as "
+        "many passes spread at random."
     )

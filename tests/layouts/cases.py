@@ -70,7 +70,13 @@ CASES = {
     "ponderlm2-drawn-pythia": Case("pythia", "ponderlm2", {"jacobi_from": 0, "jacobi_to": 2}, steps=4),
     "adaponderlm-skip": Case("pythia", "adaponderlm", {"threshold": 0.5, "steps": 2}, {"num_layers": 6}, skip=True),
     "adaptive-cot-skip-gqa": Case("llama", "adaptive_cot", {"threshold": 0.3}, {"num_kv_heads": 2}, skip=True),
-    "adaponderlm-budget": Case("llama", "adaponderlm", {"target": 0.6, "explore": 0.5, "cost_weight": 20.0}, {"num_kv_heads": 2}, steps=3),
+    "adaponderlm-budget": Case(
+        "llama",
+        "adaponderlm",
+        {"target": 0.6, "explore": 0.5, "cost_weight": 20.0},
+        {"num_kv_heads": 2},
+        steps=3,
+    ),
     "adaponderlm-budget-skip": Case(
         "pythia", "adaponderlm", {"target": 0.5, "cost_weight": 20.0}, {"num_layers": 6}, skip=True, steps=3
     ),
@@ -78,7 +84,10 @@ CASES = {
         "llama", "adaptive_cot", {"target": 0.65, "score_weight": 20.0}, {"num_kv_heads": 2}, skip=True
     ),
     "ponderlm3-budget": Case(
-        "llama", "ponderlm3", {"latents": 3, "jacobi": 1, "target": 0.5, "explore": 0.5, "score_weight": 20.0}, {"num_kv_heads": 2}
+        "llama",
+        "ponderlm3",
+        {"latents": 3, "jacobi": 1, "target": 0.5, "explore": 0.5, "score_weight": 20.0},
+        {"num_kv_heads": 2},
     ),
     "pruned-pythia": Case("pythia", "pruned_ponderlm", {"steps": 2, "depth": 2.3}),
     "pruned-gpt2-skip": Case("gpt2", "pruned_ponderlm", {"steps": 2, "depth": 1.6, "by": "position"}, skip=True),

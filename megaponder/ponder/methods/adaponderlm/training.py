@@ -8,11 +8,12 @@
 
 The paper's cost does not hold its budget: asked to save 10 % of the passes, runs saved 21 to 67 %, one gate shut for
 nearly all tokens within ten steps of the ramp's start, and it never came back, for the gate of a halted token gets no
-gradient.  With `target` above 0 the gates are `megaponder.ponder.budget` instead, which holds: a token runs `least` passes,
-and one (or two) more where the score says so; s is 1, and there is no cost but that of the scores:
+gradient.  With `target` above 0 the gates are those of `megaponder.ponder.budget` instead, which hold theirs: a token
+runs `least` passes, and one (or two) more where the score says so; s is 1, and the only cost is the scores' error:
 
     least <= target (S + 1) <= least + 1
-    m^{i+1} = 1 before pass `least`, m^i [g^i >= theta] from there on;   E^{i+1} = E^i + m^{i+1} softmax(h^i Wo^T) (c We)
+    m^{i+1} = 1 before pass `least`, m^i [g^i >= theta] from there on
+    E^{i+1} = E^i + m^{i+1} softmax(h^i Wo^T) (c We)
     loss = CE + weight * mean of (g^i - (l^i - l^{i+1}) / sigma)^2 over the tokens that ran pass i + 1
 
 Known from arXiv 2603.01914: gates, threshold, update, aligned K/V, bottom-k cost and its two stages, weight 0.1, share
@@ -53,7 +54,7 @@ class AdaPonderLM(Budgeted, AlignedHalting):
         target: float = 0.0
         """Share of the S + 1 passes that a token may spend in the mean, held by a threshold that follows it; 0: the
         paper's gates and cost, which hold no budget."""
-        explore: float = 1.0
+        explore: float = 0.1
         """With a target: share of training's decisions that are drawn at random, so that scores and passes learn from
         all tokens."""
         threshold: float = 1e-4

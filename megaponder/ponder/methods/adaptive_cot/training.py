@@ -6,8 +6,8 @@
     logits = (sum_k e_k h_k) Wo^T
     loss = CE + weight * mean of sum_{k<K} sg(p_k(target)^beta) reach_k g_k
 
-With `target` above 0 the gates g_k only weigh the states, and who goes on is decided by `megaponder.ponder.budget`, which
-holds its budget; there is no cost but that of the scores.  A token runs `least` steps, and one (or two) more where the
+With `target` above 0 the gates g_k only weigh the states, and `megaponder.ponder.budget` decides who goes on and holds
+the budget; there is no cost but that of the scores.  A token runs `least` steps, and one (or two) more where the
 score says so.  The loss with which a token would leave at step k, from which the scores learn, is that of
 sum_{j<k} e_j h_j + reach_k h_k.  Without a target the depth follows from `cost_weight`, and no value of it is a budget.
 
@@ -61,7 +61,7 @@ class AdaptiveCot(Budgeted, Method):
         target: float = 0.0
         """Share of the K + 1 passes that a token may spend in the mean, held by a threshold that follows it; 0: the
         reach and the cost decide, which hold no budget."""
-        explore: float = 1.0
+        explore: float = 0.1
         """With a target: share of training's decisions that are drawn at random, so that scores and passes learn from
         all tokens."""
         score_weight: float = 0.1

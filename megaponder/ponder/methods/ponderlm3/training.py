@@ -5,10 +5,11 @@
     decoding: token t runs latents 1 .. max{k : w_{t,k} >= tau};  loss = CE + weight * mean of sum_{k>=1} w_{t,k}
 
 That cost answers to no budget (0.2 collapses to no latents at all), and pruning at tau in decoding leaves rows out that
-training weighs.  With `target` above 0 the number of rows of a token is decided by `megaponder.ponder.budget`, in training as
-in decoding: `least` rows, and one (or two) more where a score of h_{t,0} says so; rows of latents that a token does not
-take have no keys, and a_t is -inf there, so that s_t is a softmax over the rows that it has.  The loss with which a token
-would stop at row k, from which the scores learn, is that of the softmax over rows 0 .. k.  The only cost is the scores'.
+training weighs.  With `target` above 0 `megaponder.ponder.budget` decides how many rows a token
+has, in training as in decoding: `least` rows, and one (or two) more where a score of h_{t,0} says so.  Rows that a
+token does not have have no keys, and a_t is -inf there, so that s_t is a softmax over the others.  The loss with which
+a token would stop at row k, from which the scores learn, is that of the softmax over rows 0 .. k; the only cost is the
+scores' error.
 
 Known from arXiv 2603.02023: router on the step-0 state, log tail mass on keys, hard pruning at tau = 1e-4, exit-mass
 readout.  This project's choices (no public code): a linear router with b_K = +2; the bias in a pass comes from the
@@ -71,7 +72,7 @@ class PonderLM3(Budgeted, LatentMethod):
         target: float = 0.0
         """Share of the K + 1 rows that a token may spend in the mean, held by a threshold that follows it; 0: the
         router and the cost decide, which hold no budget."""
-        explore: float = 1.0
+        explore: float = 0.1
         """With a target: share of training's decisions that are drawn at random, so that scores and passes learn from
         all tokens."""
         score_weight: float = 0.1
