@@ -23,6 +23,8 @@ class Gates(nn.Module):
 
     def score(self, index: int, h: Tensor) -> Tensor:
         """[b, n] of states [b, n, H]."""
+        first: nn.Linear
+        last: nn.Linear
         first, _, last = self.mlps[index]  # type: ignore[misc]
         into, out = scales(h.shape[-1], last.in_features)
         return (linear(last, F.relu(linear(first, h) * into)) * out)[..., 0]

@@ -73,9 +73,9 @@ class Gates(nn.Module):
             for _ in range(count)
         )
         for mlp in self.mlps:
-            nn.init.normal_(mlp[0].weight)  # type: ignore[index, arg-type]
-            nn.init.normal_(mlp[2].weight, std=0.3)  # type: ignore[index, arg-type]
-            nn.init.zeros_(mlp[2].bias)  # type: ignore[index, arg-type]
+            nn.init.normal_(mlp[0].weight)  # type: ignore[index]
+            nn.init.normal_(mlp[2].weight, std=0.3)  # type: ignore[index]
+            nn.init.zeros_(mlp[2].bias)  # type: ignore[index]
         theta = -(2.0**20) if share >= 1 else 0.0
         self.state = nn.Parameter(torch.tensor([theta, 0.0, 0.0, 0.0, 1.0, share, 0.0]), requires_grad=False)
 
@@ -88,6 +88,8 @@ class Gates(nn.Module):
 
     def score(self, index: int, active: Tensor, state: Tensor, tools: ExitTools) -> Tensor:
         """Scores of decision `index` [s, b] of active tokens, from states [s, b, H], 0 elsewhere."""
+        first: nn.Linear
+        last: nn.Linear
         first, _, last = self.mlps[index]  # type: ignore[misc]
         into, out = scales(state.shape[-1], last.in_features)
 

@@ -81,12 +81,12 @@ CASES = {
         "pythia", "adaponderlm", {"target": 0.5, "cost_weight": 20.0}, {"num_layers": 6}, skip=True, steps=3
     ),
     "adaptive-cot-budget-skip": Case(
-        "llama", "adaptive_cot", {"target": 0.65, "score_weight": 20.0}, {"num_kv_heads": 2}, skip=True
+        "llama", "adaptive_cot", {"target": 0.45, "score_weight": 20.0}, {"num_kv_heads": 2}, skip=True, steps=2
     ),
     "ponderlm3-budget": Case(
         "llama",
         "ponderlm3",
-        {"latents": 3, "jacobi": 1, "target": 0.5, "explore": 0.5, "score_weight": 20.0},
+        {"latents": 3, "jacobi": 1, "target": 0.5, "explore": 0.5, "score_weight": 100.0},
         {"num_kv_heads": 2},
     ),
     "pruned-pythia": Case("pythia", "pruned_ponderlm", {"steps": 2, "depth": 2.3}),

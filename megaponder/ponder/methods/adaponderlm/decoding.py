@@ -46,9 +46,9 @@ class AdaPonderLM(AlignedDecoding):
 
     def decide(self, model: Any, index: int, h: Tensor, run: Run) -> tuple[Tensor, Tensor]:
         if self.window is not None:
-            everyone = torch.ones_like(h[..., 0])
+            whole = torch.ones_like(h[..., 0])
             gate = index + 1 - self.window.least
-            return everyone, everyone > 0 if gate < 0 else model.method["budget"].go_on(gate, h)
+            return whole, whole > 0 if gate < 0 else model.method["budget"].go_on(gate, h)
         first, _, last = model.method["gates"][index]
-        gate = linear(last, F.relu(linear(first, h)))[..., 0].sigmoid()
-        return gate, gate >= self.options["threshold"]
+        s = linear(last, F.relu(linear(first, h)))[..., 0].sigmoid()
+        return s, s >= self.options["threshold"]
