@@ -40,7 +40,7 @@ class _Budget:
 
     def __init__(self, o: Oracle, ids: Tensor, options: dict[str, Any], labels: Tensor | None, rows: int):
         self.o, self.ids, self.labels = o, ids, labels
-        self.explore = options.get("explore", 1.0)
+        self.explore = options.get("explore", 0.1)
         self.weight = options.get("cost_weight" if "gates" in options else "score_weight", 0.1)
         self.window = window(options["target"], rows)
         state = o.w["method_modules.budget.state"].detach()
