@@ -78,7 +78,12 @@ CASES = {
         steps=3,
     ),
     "adaponderlm-budget-skip": Case(
-        "pythia", "adaponderlm", {"target": 0.5, "cost_weight": 20.0}, {"num_layers": 6}, skip=True, steps=3
+        "pythia",
+        "adaponderlm",
+        {"target": 0.5, "explore": 0.9, "cost_weight": 20.0},
+        {"num_layers": 6},
+        skip=True,
+        steps=3,
     ),
     "adaptive-cot-budget-skip": Case(
         "llama", "adaptive_cot", {"target": 0.45, "score_weight": 20.0}, {"num_kv_heads": 2}, skip=True, steps=2
