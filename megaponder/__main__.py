@@ -1,8 +1,6 @@
 """`python -m megaponder`, the form for torchrun's -m."""
 
-import sys
-
 if __name__ == "__main__":  # checkpoint writers are spawned and import this file again
-    from megaponder.cli.main import main
+    from megaponder.cli.main import command
 
-    sys.exit(main())
+    command()

@@ -1,5 +1,8 @@
 """What is measured of a trained row: all held-out text by kind, and sweeps of depth on a part of it.
 
+A model with a budget has its own sweep: its threshold where this share of the open decisions would go on if scores were
+normal, and beside each the same depth with passes spread at random.
+
 A sweep has the same weights with fewer passes for all tokens, and halting at thresholds that are fitted to mean depths
 on other text than is then measured: for ponderlm, exit by confidence; for the adaptive methods, their own gates.
 """
@@ -71,8 +74,39 @@ def sweep(cfg: Any, state: dict[str, Any], text: str) -> list[dict[str, Any]]:
     measure(cfg, "as trained")
     for n in PASSES.get(method, ()):
         measure(variants.with_passes(cfg, n), f"passes {n}")
-    if method in FITTED:
+    if method_of(cfg).window is not None:
+        found += by_budget(cfg, state, text)
+    elif method in FITTED:
         halting = variants.with_threshold(cfg, 0.5)
         for share in SHARES:
             measure(halting, f"share {share}", share * method_of(cfg).max_depth())
+    return found
+
+
+def by_budget(cfg: Any, state: dict[str, Any], text: str) -> list[dict[str, Any]]:
+    """Loss and depth of a model with a budget at other thresholds, and of the same depths at random."""
+    from statistics import NormalDist
+
+    from megaponder.engine import depth
+    from megaponder.export import reference
+    from megaponder.inference.heldout import score
+
+    length, found = cfg.data.sequence_length, []
+    with reference.engine(cfg, state) as engine:
+        method = engine.stage.method
+        gates: Any = engine.stage.method_modules["budget"]
+        trained, mean, variance, correction, *_ = gates.state.tolist()
+        others = [mean + variance**0.5 * (NormalDist().inv_cdf(1 - p) + correction) for p in (0.25, 0.5, 0.75)]
+        for theta in (trained, *others):
+            gates.state[0] = theta
+            own = score(engine, cfg, text, BATCH, None, SWEEP * length, FIT * length)
+            active = depth.active_shares(own.stats)
+            method.at_random = [
+                active[k] / max(active[k - 1], 1e-9) for k in range(method.window.least, method.window.most)
+            ]
+            chance = score(engine, cfg, text, BATCH, None, SWEEP * length, FIT * length)
+            method.at_random = None
+            for what, s in (("scores", own), ("random", chance)):
+                told = {"variant": f"{what}, threshold {theta:.4g}", "loss": s.loss, "depth": s.stats.get("mean_depth")}
+                found.append(told | {"flops_per_token": s.flops})
     return found

@@ -87,6 +87,8 @@ def _kinds() -> Iterator[Kind]:
         for by in ("random", "position"):
             depth = {"steps": STEPS, "depth": round(t * (STEPS + 1), 3), "by": by}
             yield Kind(f"pruned-{by}-{t}", "pruned_ponderlm", "ponderlm", depth, target=t)
+    drawn_at_random = {"steps": STEPS, "target": 0.6, "explore": 1.0}
+    yield Kind("adaponderlm-0.6-drawn", "adaponderlm", "ponderlm", drawn_at_random, target=0.6, ramped=True)
     yield Kind("ponderlm3", "ponderlm3", "ponderlm2", latents)
     saved = {"steps": STEPS, "bottom_share": 0.1}
     yield Kind("adaponderlm-paper", "adaponderlm", "ponderlm", saved, ramped=True)

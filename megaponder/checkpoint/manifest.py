@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -108,6 +109,30 @@ def changed(folder: Path, name: str, want: dict[str, int], fresh: bool = False) 
     except OSError as error:
         return Damage.of(name, f"cannot be read ({error.strerror})")
     return None
+
+
+WINDOW, WINDOWS = 4096, 64
+"""Bytes of a sample, and samples of a file; files of at most 256 KiB are read whole."""
+
+
+def samples(folder: Path) -> dict[str, int]:
+    """Checksum of evenly spread bytes of each listed file, to compare what nodes see: cheap enough for all of them.
+
+    A file that cannot be read has -1.
+    """
+    found = {}
+    for name, want in listed(folder).items():
+        last = max(0, want["bytes"] - WINDOW)
+        value = 0
+        try:
+            with (folder / name).open("rb") as file:
+                for i in range(WINDOWS):
+                    file.seek(i * last // (WINDOWS - 1))
+                    value = zlib.crc32(file.read(WINDOW), value)
+        except OSError:
+            value = -1
+        found[name] = value
+    return found
 
 
 def size(folder: Path) -> int:

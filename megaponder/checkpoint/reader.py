@@ -126,9 +126,13 @@ def reading(path: Path) -> Iterator[None]:
     except (Exception, CheckpointException) as error:
         if is_lost_connection(error):
             raise
-        first = first_line(error).partition(". ")[0].rstrip(".")
+        if isinstance(error, CheckpointException) and error.failures:  # by rank, with the trace of each
+            rank, (cause, _) = next(iter(error.failures.items()))
+            why = f"rank {rank}: {type(cause).__name__}: {first_line(cause)}"
+        else:
+            why = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(
-            f"Checkpoint {path} cannot be loaded ({type(error).__name__}: {first}), although its files match its "
+            f"Checkpoint {path} cannot be loaded ({why.partition('. ')[0].rstrip('.')}), although its files match its "
             "manifest; both were changed, or another version wrote them: use an earlier checkpoint or a copy."
         ) from error
 

@@ -115,5 +115,19 @@ def main(argv: list[str] | None = None) -> int:
     return ended(work)
 
 
+def command() -> None:
+    """`megaponder`: `main` as a program.
+
+    A process that ends early leaves its process groups in use; their threads can abort an orderly exit.
+    """
+    code = main()
+    distributed = sys.modules.get("torch.distributed")
+    if code and distributed is not None and distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

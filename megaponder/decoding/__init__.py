@@ -7,6 +7,7 @@ and each other, and nothing else:
     cache           keys and values of all passes
     passes          what the rows of a pass read
     backbone        embedding, layers, norm
+    window, gates   which depths a budget leaves open, and who gets them
     method          base of a method's decoding form, which lies in `megaponder/ponder/methods/NAME/decoding.py`
     model           the model with its head, `forward` and `generate`
 """

@@ -115,15 +115,19 @@ class StageExitTools:
         out = compute(x)
         return only(active, out, torch.zeros_like(out))
 
-    @torch.no_grad()
     def target_probability(self, h_sbh: Tensor, active: Tensor) -> Tensor:
         """exp(-cross entropy) of each active token's target, undefined elsewhere: [tokens of this rank, b]."""
+        return torch.exp(-self.target_loss(h_sbh, active))
+
+    @torch.no_grad()
+    def target_loss(self, h_sbh: Tensor, active: Tensor) -> Tensor:
+        """Cross entropy of each active token's target, anything finite elsewhere: [tokens of this rank, b]."""
         stage, labels = self._stage, self._batch.labels_bn.t().contiguous()
         rows = stage.gathered(active)
         if rows is None:
-            return self.scatter(torch.exp(-stage.cross_entropy(h_sbh.detach(), labels)))
-        p = torch.exp(-stage.cross_entropy(rows.gather(h_sbh.detach()), rows.all_gather().gather(labels)))
-        return rows.scatter(self.scatter(p))
+            return self.scatter(stage.cross_entropy(h_sbh.detach(), labels))
+        found = stage.cross_entropy(rows.gather(h_sbh.detach()), rows.all_gather().gather(labels))
+        return rows.scatter(self.scatter(found))
 
     @torch.no_grad()
     def confidence(self, h_sbh: Tensor) -> Tensor:

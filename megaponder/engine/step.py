@@ -148,6 +148,11 @@ class Engine:
         out.passes, out.seconds = len(run.passes), time.perf_counter() - begin
         return out
 
+    def settle(self, out: StepOutput, step: int) -> None:
+        """After an optimizer step was taken: what the method updates from the step's statistics."""
+        modules = self.stage.method_modules if self.groups.is_last_stage else None
+        out.stats |= self.stage.method.settle(modules, out.stats, step)
+
     def _group(self, micro_batches: int) -> int:
         """Micro-batches that run through one pass before the next pass starts."""
         return self._group_size or choose_group(micro_batches, self.groups.pp_size) or micro_batches

@@ -35,6 +35,7 @@ def asked(cfg: RunConfig, thresholds: Sequence[float], passes: Sequence[int]) ->
 def with_threshold(cfg: RunConfig, threshold: float) -> RunConfig:
     """Halting at another threshold; ponderlm exits by confidence."""
     method, options = cfg.ponder.method, cfg.ponder.options
+    _refuse_budget(cfg, "--thresholds", threshold)
     if method == "ponderlm" and not options.get("multiply_by_steps"):
         kept: dict[str, Any] = {name: options[name] for name in ("steps", "topk") if name in options}
         return _changed(cfg, "confident_ponderlm", {**kept, "threshold": float(threshold)})
@@ -46,6 +47,7 @@ def with_threshold(cfg: RunConfig, threshold: float) -> RunConfig:
 def with_passes(cfg: RunConfig, passes: int) -> RunConfig:
     """At most so many passes a token."""
     method = cfg.ponder.method
+    _refuse_budget(cfg, "--passes", passes)
     if method not in PASSES or cfg.ponder.options.get("multiply_by_steps"):
         rule = f"method {method} has no number of passes that may differ from training"
         raise ConfigError("--passes", passes, rule, "leave it out")
@@ -83,6 +85,12 @@ def fit_threshold(
     best = min((low, high), key=lambda logit: abs(measured(logit) - depth))
     measured(best)
     return float(options.threshold)
+
+
+def _refuse_budget(cfg: RunConfig, flag: str, value: float) -> None:
+    if method_of(cfg).window is not None:
+        target = cfg.ponder.options["target"]
+        raise ConfigError(flag, value, f"the model keeps the budget that it was trained for, {target}", "leave it out")
 
 
 def _one_pass(cfg: RunConfig) -> RunConfig:

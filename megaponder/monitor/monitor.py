@@ -50,7 +50,8 @@ class Monitor:
                 self.say(f"{lines} moved to {self._run / jsonl.SUPERSEDED}.")
             if moved:
                 rows = "1 row beyond step {} was" if moved == 1 else f"{moved} rows beyond step {{}} were"
-                self.say(f"{rows.format(step)} moved to {self._run / jsonl.SUPERSEDED}.")
+                lost = "" if step else "Warning: no checkpoint of the steps before is left, so the run begins anew. "
+                self.say(f"{lost}{rows.format(step)} moved to {self._run / jsonl.SUPERSEDED}.")
             if step >= self.cfg.logging.every and not jsonl.read(self._run / jsonl.NAME, jsonl.POSITION):
                 self.say(
                     f"Warning: {self._run / jsonl.NAME} has no rows for the first {step} steps; the series starts here."

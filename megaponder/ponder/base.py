@@ -19,7 +19,7 @@ Shapes: s rows of this rank (sequence-sharded under sequence parallelism), b mic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from megaponder.config.presets import NEOX_RECIPE
+from megaponder.decoding.window import Window
 from megaponder.errors import UserError
 
 PARAMETER_PREFIX = "method_"
@@ -93,6 +94,10 @@ class ExitTools(Protocol):
     def positions_sb(self) -> Tensor:
         """Position of each of this rank's tokens in its sequence, [tokens of this rank, b]."""
 
+    @property
+    def ids_sb(self) -> Tensor:
+        """Ids of this rank's tokens, [tokens of this rank, b]."""
+
     def broadcast(self, x: Tensor) -> Tensor:
         """x with the same bits on all ranks that hold these tokens; required for every input to a decision."""
 
@@ -104,6 +109,9 @@ class ExitTools(Protocol):
 
     def target_probability(self, h_sbh: Tensor, active: Tensor) -> Tensor:
         """Probability of each active token's target under the head, FP32 without gradient [tokens of this rank, b]."""
+
+    def target_loss(self, h_sbh: Tensor, active: Tensor) -> Tensor:
+        """Cross entropy of each active token's target, FP32 without gradient [tokens of this rank, b]."""
 
     def confidence(self, h_sbh: Tensor) -> Tensor:
         """Largest next-token probability under the head, FP32 without gradient [tokens of this rank, b]."""
@@ -206,6 +214,18 @@ class Method:
     """Names that `readout` fills in `Readout.stats`, the same on all ranks (see `stat_names`).  For names with
     `_rmse`, the root of the mean is reported."""
 
+    forced: Tensor | None = None
+    """Evaluation of one micro-batch in one process: passes (or rows) of each token [n, b] that replace its decisions.
+    For methods with `halts`; a token never runs more than `max_depth`."""
+    at_random: Sequence[float] | None = None
+    """Evaluation of a method with a window: the share of tokens that goes on at each open decision, at random."""
+    weighs: bool = False
+    """Training and `forward` weigh what decoding leaves out."""
+    hard: bool = False
+    """Evaluation: what decoding leaves out is left out, where training and `forward` weigh it instead."""
+    window: Window | None = None
+    """Depths that a budget leaves open; None: there is no budget."""
+
     def __init__(self, options: Any, shape: Shape):
         self.options, self.shape = options, shape
 
@@ -285,6 +305,17 @@ class Method:
     ) -> Readout:
         """Hidden states for the head, after the last pass on the last stage; `rows` come before the final norm."""
         return Readout(tools.norm(rows))
+
+    def settle(self, exit_modules: nn.ModuleDict | None, means: Mapping[str, float], step: int) -> dict[str, float]:
+        """After an optimizer step: update what follows from the step's statistics, the same on every rank.
+
+        `exit_modules`: those of the last stage, None on the others.  Returns more statistics to report.
+        """
+        return {}
+
+    def budget(self, step: int) -> float | None:
+        """Passes (or rows) that a token may spend in the mean at a training step; None: there is no such aim."""
+        return None
 
     # --- decoding ----------------------------------------------------------------------------------------------------
     def decides(self) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megaponder.config.schema import RunConfig
 from megaponder.data.stream import SampleStream
+from megaponder.decoding.window import Window
 from megaponder.engine import depth
 from megaponder.training.stop import StopFlag
 
@@ -34,9 +35,41 @@ def evaluate(
 ) -> Evaluation | None:
     """Means over the valid tokens of eval_batches global batches; None if a request to stop interrupted it.
 
-    `alive` is called before every batch.  Methods that draw their passes at random in training have a fixed plan here,
-    so that the curve is consistent.
+    `alive` is called before every batch.  Methods whose training draws its passes have a fixed plan here, so that the
+    curve has one meaning; what decoding leaves out is left out.  Beside it, where the method has them: `soft_loss`,
+    with everything weighed as in training, and `loss_at_random`, with the same shares of the passes spread at random.
     """
+    method = engine.stage.method
+    method.hard = True
+    try:
+        found = _means(cfg, engine, valid, stop, alive)
+        if found is None or found.loss is None:
+            return found
+        if method.window is not None:
+            method.at_random = _shares(found.stats, method.window)
+            name = "loss_at_random"
+        elif method.weighs:
+            method.hard, name = False, "soft_loss"
+        else:
+            return found
+        other = _means(cfg, engine, valid, stop, alive)
+        if other is None or other.loss is None:
+            return None
+        found.stats[name] = other.loss
+        return found
+    finally:
+        method.hard, method.at_random = False, None
+
+
+def _shares(stats: dict[str, float], window: Window) -> list[float]:
+    """Of the tokens that are asked at each open decision, the share that went on."""
+    active = depth.active_shares(stats)
+    return [active[k] / max(active[k - 1], 1e-9) for k in range(window.least, window.most)]
+
+
+def _means(
+    cfg: RunConfig, engine: Engine, valid: SampleStream, stop: StopFlag, alive: Callable[[], None]
+) -> Evaluation | None:
     g, tokens = engine.groups, 0
     sums: dict[str, float] = {"loss": 0.0}
     by_token: Tensor | None = None

@@ -57,6 +57,7 @@ def loop(run: Run) -> int:
             norm = gradient_norm(optimizer)
             if faults.takes(before, out, norm):
                 update(optimizer, norm)
+                engine.settle(out, step)
 
         clock.enter("report")
         batch = run.batches.size(before)

@@ -8,6 +8,7 @@ from megaponder.engine.step import Engine, StepOutput
 from megaponder.monitor.monitor import Monitor
 from megaponder.monitor.pondered import Pondered
 from megaponder.monitor.row import Row
+from megaponder.training.budget import Budget, random_is_as_good
 from megaponder.training.evaluate import Evaluation
 from megaponder.training.faults import finite
 from megaponder.training.schedule import Schedule
@@ -30,6 +31,7 @@ class Report:
         self._engine, self._monitor, self._schedule = engine, monitor, schedule
         self._stragglers, self._pondered = stragglers, pondered
         self._empty = 0
+        self._budget = Budget(engine.stage.method, cfg.logging.every)
         # gates start equal, which is not a collapse
         self._gates_settled = max(schedule.warmup, min(100, total // 10))
 
@@ -55,6 +57,8 @@ class Report:
         row.values |= monitor.throughput.rates(step, tokens, monitor.seconds(), share)
         if step > self._gates_settled:
             monitor.warn("gates", depth.collapse_warning(row.stats))
+        for name, sentence in self._budget.warnings(step, row.stats).items():
+            monitor.warn(name, sentence)
         values, sentence = self._stragglers.report()
         row.values |= values
         monitor.warn("stragglers", sentence)
@@ -64,5 +68,6 @@ class Report:
         """Add an evaluation to the row of its step; `empty`: consecutive evaluations without a loss, up to this one."""
         row.values |= {"empty_evaluations": empty} if valid.loss is None else {"validation_loss": valid.loss}
         row.stats |= {f"valid_{name}": value for name, value in valid.stats.items()}
+        self._monitor.warn("policy", random_is_as_good(valid))
         if valid.by_token is not None and (sentence := self._pondered.write(row.step, valid.by_token)):
             self._monitor.say(sentence)

@@ -10,10 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from megaponder.checkpoint.weights import load_weights
 from megaponder.decoding.backbone import weigh
 from megaponder.decoding.cache import PonderCache
+from megaponder.decoding.gates import Gates
 from megaponder.export import names
+from megaponder.export.from_hf import import_hf
 from megaponder.export.modeling_megaponder import MegaponderForCausalLM
+from megaponder.export.to_hf import export
 from tests.export import checkpoints, models
 from tests.export.models import ids
 from tests.oracles.reference import Oracle
@@ -113,6 +117,47 @@ def test_baselines_decode_by_the_formula(method: str, options: dict[str, Any], t
         want = oracle.run(row, method, options)
         assert want.depth is not None and len(want.depth.unique()) > 1
         assert error(got, want.logits.detach()) < 1e-6  # float32 in cos and sin
+
+
+BUDGETS: list[tuple[str, dict[str, Any]]] = [
+    ("adaponderlm", {"steps": 3, "target": 0.6, "gate_width": 2}),
+    ("adaponderlm", {"steps": 3, "target": 0.75, "topk": 7}),
+    ("adaptive_cot", {"steps": 3, "target": 0.6}),
+    ("ponderlm3", {"latents": 2, "target": 0.7, "jacobi": 20}),
+]
+
+
+@pytest.mark.parametrize(("method", "options"), BUDGETS)
+@torch.no_grad()
+def test_budgets_decode_by_the_formula(method: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """One token after the other, with the threshold that training left."""
+    net, tokens = models.model("llama", method, method_options=options).double(), ids(2, 9)
+    gates, found = net.method["budget"], []
+    gates.score = lambda index, h: found.append(Gates.score(gates, index, h)) or found[-1]
+    net(tokens)
+    order = found[0].flatten().sort().values
+    gates.state[0] = (order[8] + order[9]) / 2  # between two tokens
+    cfg = checkpoints.run_config(net, tmp_path)
+    oracle = Oracle(names.to_stage(dict(net.state_dict()), cfg.model), cfg.model, net.config.embedding_scale)
+    stepwise, cache = decode(net, tokens)
+    for i, (row, got) in enumerate(zip(tokens, stepwise, strict=True)):
+        want = oracle.run(row, method, options)
+        assert want.depth is not None and len(want.depth.unique()) > 1
+        assert error(got, want.logits.detach()) < 1e-6  # float32 in cos and sin
+        if method != "adaponderlm":
+            assert rows(cache, i) == want.depth.tolist()
+
+
+@pytest.mark.parametrize(("method", "options"), [BUDGETS[0], BUDGETS[3]])
+def test_budgets_go_out_and_come_back(method: str, options: dict[str, Any], tmp_path: Path) -> None:
+    net = models.model("llama", method, method_options={**options, "jacobi": 2} if "jacobi" in options else options)
+    net.method["budget"].state.data = torch.tensor([0.01, 0.02, 0.5, -0.1, 0.3, 0.4, 77.0])
+    checkpoints.write(net, tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "hf")
+    import_hf(tmp_path / "hf", tmp_path / "back")
+    one, two = (load_weights(tmp_path / name)[1] for name in ("run", "back"))
+    assert one.keys() == two.keys() and all(torch.equal(one[k], two[k]) for k in one)
+    assert two["method_modules.budget.state"].tolist() == pytest.approx([0.01, 0.02, 0.5, -0.1, 0.3, 0.4, 77.0])
 
 
 @pytest.mark.parametrize("method", models.LATENT)

@@ -24,6 +24,17 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "adaponderlm-gathered": {"family": "pythia", "method": "adaponderlm", "options": {"steps": 2}, "skip": True},
     "adaptive_cot": {"family": "llama", "method": "adaptive_cot"},
+    "adaponderlm-budget": {
+        "family": "pythia", "method": "adaponderlm",
+        "options": {"target": 0.6, "explore": 0.5, "ramp_start": 1, "ramp_end": 4},
+    },
+    "adaponderlm-budget-gathered": {
+        "family": "llama", "method": "adaponderlm", "options": {"target": 0.6}, "skip": True,
+    },
+    "adaptive_cot-budget-gathered": {
+        "family": "llama", "method": "adaptive_cot", "options": {"target": 0.5}, "skip": True,
+    },
+    "ponderlm3-budget": {"family": "llama", "method": "ponderlm3", "options": {"latents": 2, "target": 0.7}},
     "qk-norm": {"family": "qwen3", "method": "loop", "options": {"extra_passes": 1}, "features": {"num_kv_heads": 2}},
     "sandwich": {
         "family": "llama", "method": "loop", "options": {"extra_passes": 1}, "features": {"norm_placement": "sandwich"},
@@ -40,6 +51,8 @@ SPREAD: dict[str, dict[str, Any]] = {
     "ponderlm-dp2-pp2": CASES["ponderlm"] | {"data": 2, "pipeline": 2, "micro_batches": 4},
     "ponderlm-tp2": CASES["ponderlm"] | {"tensor": 2},
     "qk-norm-tp2": CASES["qk-norm"] | {"tensor": 2},
+    "adaponderlm-budget-gathered-pp2": CASES["adaponderlm-budget-gathered"] | {"pipeline": 2, "micro_batches": 4},
+    "adaponderlm-budget-gathered-tp2": CASES["adaponderlm-budget-gathered"] | {"tensor": 2},
     "adaponderlm-gathered-tp2": CASES["adaponderlm-gathered"] | {"tensor": 2},
 }
 """Over several ranks, which share a GPU where there are too few (`one_card.py`)."""

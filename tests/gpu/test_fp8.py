@@ -44,10 +44,11 @@ def test_weights_are_quantised_once_a_step(recipe: str) -> None:
     assert got["scales_changed_within_step"] == 0
 
 
+@pytest.mark.parametrize("options", [{}, {"target": 0.6}], ids=["gates", "budget"])
 @pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
-def test_gathered_rows_are_multiples_of_16(recipe: str) -> None:
+def test_gathered_rows_are_multiples_of_16(recipe: str, options: dict[str, Any]) -> None:
     pytest.importorskip("transformer_engine")
-    rows = run_workers("tests.gpu.workers:gathered_fp8", 1, args={"recipe": recipe})[0]
+    rows = run_workers("tests.gpu.workers:gathered_fp8", 1, args={"recipe": recipe, "options": options})[0]
     assert 32 in rows and all(n % 16 == 0 for n in rows)  # 34 places before
 
 

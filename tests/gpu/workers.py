@@ -90,7 +90,7 @@ def _batches(step: int, count: int = 2) -> list[Any]:
 def _gradient(engine: Any) -> Any:
     import torch
 
-    return torch.cat([p.main_grad.flatten().double().cpu() for p in engine.stage.parameters()])
+    return torch.cat([p.main_grad.flatten().double().cpu() for p in engine.stage.parameters() if p.requires_grad])
 
 
 def _descend(engine: Any) -> None:
@@ -98,6 +98,8 @@ def _descend(engine: Any) -> None:
 
     with torch.no_grad():
         for p in engine.stage.parameters():
+            if not p.requires_grad:
+                continue
             p.add_((-0.05 * p.main_grad).to(p.dtype))
     engine.zero_grad()
 
@@ -145,6 +147,7 @@ def compare_capture(case: dict[str, Any], precision: str) -> dict[str, Any]:
         out["gradient_errors"].append(float((ours - theirs).norm() / theirs.norm()))
         out["loss_errors"].append(abs(a.loss - b.loss) / a.loss)
         out["losses"].append(b.loss)
+        eager.settle(a, step)
         _descend(eager)
         captured.zero_grad()
         with torch.no_grad():  # the same weights again, so that differences do not add up
@@ -189,13 +192,14 @@ def compare_fp8(recipe: str, family: str, features: dict[str, Any]) -> dict[str,
     return {"loss_error": abs(loss8 - loss) / loss, "gradient_error": float((grad8 - grad).norm() / grad.norm())}
 
 
-def gathered_fp8(recipe: str) -> list[int]:
+def gathered_fp8(recipe: str, options: dict[str, Any] | None = None) -> list[int]:
     """Rows of the layers in passes of one sequence of 272 tokens, of which 20 go on; a sixteenth would be 17 rows."""
     import torch
 
     from megaponder.data.batch import MicroBatch
 
-    cfg = _case({"family": "llama", "method": "adaponderlm", "skip": True}, recipe)
+    case = {"family": "llama", "method": "adaponderlm", "options": options or {}, "skip": True}
+    cfg = _case(case, recipe)
     cfg.data.sequence_length = cfg.model.max_positions = 272
     cfg.train.micro_batch, cfg.precision.cuda_graphs = 1, False
     engine = _engine(cfg)

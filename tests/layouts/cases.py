@@ -70,6 +70,30 @@ CASES = {
     "ponderlm2-drawn-pythia": Case("pythia", "ponderlm2", {"jacobi_from": 0, "jacobi_to": 2}, steps=4),
     "adaponderlm-skip": Case("pythia", "adaponderlm", {"threshold": 0.5, "steps": 2}, {"num_layers": 6}, skip=True),
     "adaptive-cot-skip-gqa": Case("llama", "adaptive_cot", {"threshold": 0.3}, {"num_kv_heads": 2}, skip=True),
+    "adaponderlm-budget": Case(
+        "llama",
+        "adaponderlm",
+        {"target": 0.6, "explore": 0.5, "cost_weight": 20.0},
+        {"num_kv_heads": 2},
+        steps=3,
+    ),
+    "adaponderlm-budget-skip": Case(
+        "pythia",
+        "adaponderlm",
+        {"target": 0.5, "explore": 0.9, "cost_weight": 20.0},
+        {"num_layers": 6},
+        skip=True,
+        steps=3,
+    ),
+    "adaptive-cot-budget-skip": Case(
+        "llama", "adaptive_cot", {"target": 0.45, "score_weight": 20.0}, {"num_kv_heads": 2}, skip=True, steps=2
+    ),
+    "ponderlm3-budget": Case(
+        "llama",
+        "ponderlm3",
+        {"latents": 3, "jacobi": 1, "target": 0.5, "explore": 0.5, "score_weight": 100.0},
+        {"num_kv_heads": 2},
+    ),
     "pruned-pythia": Case("pythia", "pruned_ponderlm", {"steps": 2, "depth": 2.3}),
     "pruned-gpt2-skip": Case("gpt2", "pruned_ponderlm", {"steps": 2, "depth": 1.6, "by": "position"}, skip=True),
     "confident-pythia": Case("pythia", "confident_ponderlm", {"steps": 2, "threshold": 0.1}),
@@ -227,6 +251,8 @@ def disturb(named: Iterable[tuple[str, Any]]) -> None:
     import torch
 
     for name, parameter in named:
+        if not parameter.requires_grad:
+            continue
         own = name.startswith("method_")
         if (parameter.dim() == 1 or own) and not getattr(parameter, "tensor_model_parallel", False):
             draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))

@@ -56,6 +56,9 @@ def test_layout_changes_nothing(results: Any, case: str, layout: str) -> None:
         assert rank["stats"] == pytest.approx(reference["stats"], rel=RTOL, abs=ATOL)
         if rank["eval"] is not None:
             assert rank["eval_stats"] == pytest.approx(reference["eval_stats"], rel=RTOL, abs=ATOL)
+        if rank["settled"] is not None:
+            assert rank["settled"] == next(r for r in ranks if r["settled"] is not None)["settled"], "ranks differ"
+            assert rank["settled"] == pytest.approx(reference["settled"], rel=RTOL, abs=ATOL)
         if rank["by_token"] is not None:
             np.testing.assert_allclose(rank["by_token"], reference["by_token"], rtol=RTOL)
     for replica in range(LAYOUTS[layout].data):

@@ -71,6 +71,7 @@ def run_layout(layout: str, cases: list[str]) -> dict[str, Any]:
         for step in steps:
             engine.zero_grad()
             out = engine.forward_backward(batches(shape, groups.dp_rank), step, train=True)
+            engine.settle(out, step)
         evaluated, eval_stats, by_token = None, None, None
         if shape.evaluate or WHOLE:
             seen = engine.forward_backward(batches(shape, groups.dp_rank), 0, train=False)
@@ -78,8 +79,11 @@ def run_layout(layout: str, cases: list[str]) -> dict[str, Any]:
             by_token = None if seen.by_token is None else seen.by_token.numpy()
         if shape.distributed_optimizer:
             _whole_gradients(engine)
-        grads = {}
+        grads, settled = {}, None
         for key, parameter in global_names(engine.stage):
+            if not parameter.requires_grad:
+                settled = parameter.tolist()
+                continue
             own = (key, "copy") if getattr(parameter, "shared", False) else (key, "own")
             dim = int(parameter.partition_dim) if getattr(parameter, "tensor_model_parallel", False) else None
             grads[own] = (parameter.main_grad.float().cpu().numpy().copy(), dim)
@@ -93,6 +97,7 @@ def run_layout(layout: str, cases: list[str]) -> dict[str, Any]:
             "eval_stats": eval_stats,
             "by_token": by_token,
             "grads": grads,
+            "settled": settled,
         }
     return results
 

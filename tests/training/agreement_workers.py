@@ -69,6 +69,17 @@ def _after_writing(harm: Callable[[Path], None]) -> None:
     fault_workers._replace(manifest, "describe", describe)
 
 
+def _other_bytes(run: Path) -> None:
+    """Node 2 sees a file of the same size with other bytes, which rank 0 checks and rank 1 would load."""
+    [shard] = run.glob("*/step_00000006/__0_0.distcp")
+    if _second():
+        data = bytearray(shard.read_bytes())
+        middle = len(data) // 2
+        data[middle : middle + 512] = b"?" * 512
+        (run / "other").write_bytes(data)
+    _mount("--bind", str(run / "other"), str(shard))
+
+
 def _flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -96,6 +107,7 @@ def two_nodes(jobs: dict[str, dict[str, Any]], root: str, ports: list[int]) -> d
         "rolled-back": lambda run: (_stale(1), fault_workers._in_training(fault_workers.nan_gradient, {5, 6})),  # type: ignore[dict-item,return-value]
         "other-disk": lambda run: _mount("--bind", f"{run}/elsewhere", f"{run}/checkpoints/step_00000006"),
         "lost-shard": lambda run: _mount("--bind", "/dev/null", str(next(run.glob("*/step_00000006/__0_0.distcp")))),
+        "other-bytes": _other_bytes,
         "load": lambda run: _mount(
             "--bind", f"{root}/whole/checkpoints/step_00000003", f"{root}/whole/checkpoints/step_00000008"
         ),

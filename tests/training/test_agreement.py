@@ -24,6 +24,7 @@ def nodes(base: Base) -> tuple[list[dict[str, Any]], str]:
         pytest.skip("mount namespaces are not allowed here")
     ways: dict[str, dict[str, Any]] = {
         "stale-once": {}, "stale-first": {}, "stale-always": {}, "other-disk": {}, "lost-shard": {},
+        "other-bytes": {},
         "flipped": EVERY, "flipped-async": EVERY | ASYNC, "short": EVERY, "gone-async": EVERY | ASYNC,
         "killed": EVERY, "killed-async": EVERY | ASYNC, "none": EVERY | ASYNC,
         "private-run": {}, "private-checkpoints": {},
@@ -70,9 +71,10 @@ HERE = socket.gethostname()
         ("stale-always", f"rank 1 on node2 sees 1, the newest of them step_00000003, rank 0 on {HERE} sees 2, the new"),
         ("other-disk", f"rank 1 on node2 finds that its manifest.json is different, rank 0 on {HERE} does not"),
         ("lost-shard", "is not the same on all ranks: rank 1 on node2 finds that __0_0.distcp is missing"),
-        ("load", "is not the same on all ranks: rank 1 on node2 finds that its manifest.json is different"),
-        ("private-run", "rank 1 on node2 does not see what rank 0 has just written to the folder"),
-        ("private-checkpoints", "rank 1 on node2 does not see what rank 0 has just written to the folder"),
+        ("other-bytes", "is not the same on all ranks: rank 1 on node2 finds that __0_0.distcp has other bytes"),
+        ("load", "is not the same on all ranks: rank 1 on node2 finds that its manifest.json is another one"),
+        ("private-run", "rank 1 on node2 does not see what rank 0 has just written into the folder"),
+        ("private-checkpoints", "rank 1 on node2 does not see what rank 0 has just written into the folder"),
     ],
 )
 def test_what_stays_different_ends_the_start(base: Base, nodes: Any, name: str, words: str) -> None:

@@ -251,3 +251,34 @@ def test_a_signal_to_one_rank_saves_and_stops_all(base: Base, number: int):
     assert list(folder.published(base.root / name / "checkpoints")) == [5, 3]
     run("run_train", 2, **job)
     assert_overlays(base, name)
+
+
+BUDGET = {
+    "ponder__method": "adaponderlm",
+    "ponder__options": {"steps": 3, "target": 0.6, "explore": 0.5, "ramp_start": 1, "ramp_end": 6},
+}
+
+
+def test_a_budget_goes_on_in_the_middle_of_its_ramp(base: Base):
+    """The threshold and what it follows are in the checkpoint, on every layout."""
+
+    def assert_same(name: str, exact: bool) -> None:
+        want, got = base.rows("budget"), base.rows(name)
+        for key in (*SERIES, "ponder_wanted_depth", "ponder_price_of_a_pass", "ponder_valid_mean_depth"):
+            a, b = ([rows[s][key] for s in range(4, 9) if key in rows[s]] for rows in (want, got))
+            assert len(set(a)) > 1 or key not in ("ponder_wanted_depth", "ponder_price_of_a_pass"), key
+            np.testing.assert_allclose(b, a, 0 if exact else RTOL, 0 if exact else ATOL, err_msg=f"{name}: {key}")
+
+    skipping = BUDGET | {"ponder__skip_halted": True}
+    first = {"run": str(base.root / "budget"), "data": base.data} | BUDGET
+    run("run_many", 1, jobs=[first])
+    run("run_many", 1, jobs=[base.copy("budget-same", source="budget") | BUDGET])
+    assert_same("budget-same", exact=True)
+    layouts: dict[str, dict[str, object]] = {
+        "budget-pp2": {"parallel__pipeline": 2},
+        "budget-tp2-sp": {"parallel__tensor": 2, "parallel__sequence": True},
+        "budget-distopt-skip": skipping | LAYOUTS["dp2-distopt-overlap-async"],
+    }
+    run("run_many", 2, jobs=[base.copy(n, source="budget") | BUDGET | changes for n, changes in layouts.items()])
+    for name in layouts:
+        assert_same(name, exact=False)

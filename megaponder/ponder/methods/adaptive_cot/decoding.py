@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from megaponder.decoding.backbone import linear, wide
+from megaponder.decoding.gates import Gates
 from megaponder.decoding.method import DecodingMethod
 from megaponder.decoding.passes import Run, View, readable
+from megaponder.decoding.window import Window, window
 
 
 @dataclass
@@ -44,25 +46,38 @@ class AdaptiveCot(DecodingMethod):
 
     g_k is a router's gate on h_k; reach_0 = 1, reach_{k+1} = reach_k g_k.  Step k reads steps 0 .. k of its token and
     of those before, as far as they were run.  The output is sum_k e_k h_k, with e_k = reach_k (1 - g_k), or reach_k at
-    the last step.
+    the last step.  With a target, who goes on is decided by scores instead: every token runs the window's least steps,
+    then goes on while its score is at least the threshold that training left.
     """
 
     name = "adaptive_cot"
-    defaults = {"steps": 3, "threshold": 0.01}
-    training_only = ("cost_weight", "cost_power", "router_bias")
+    defaults = {"steps": 3, "target": 0.0, "gate_width": 4, "threshold": 0.01}
+    training_only = ("explore", "score_weight", "ramp_start", "ramp_end", "cost_weight", "cost_power", "router_bias")
+
+    @property
+    def window(self) -> Window | None:
+        """Steps that the budget leaves open."""
+        return window(self.options["target"], self.options["steps"] + 1) if self.options["target"] else None
 
     def modules(self) -> dict[str, nn.Module]:
-        return {"router": nn.Linear(self.config.hidden_size, 1)}
+        width, found = self.config.hidden_size, self.window
+        budget = {} if found is None else {"budget": Gates(width, self.options["gate_width"], found.gates)}
+        return {"router": nn.Linear(width, 1), **budget}
 
     def hidden(self, model: Any, ids: Tensor, run: Run) -> Tensor:
-        net, steps = model.model, self.options["steps"]
+        net, limit = model.model, self.window
+        steps = self.options["steps"] if limit is None else limit.most - 1
         x = net.embed(net.embed_tokens(ids), run.positions)
         kept: list[tuple[Tensor, ...]] = [()] * len(net.layers)
         out, reach, alive = torch.zeros_like(x), wide(torch.ones_like(x[..., 0])), run.real
         for step in range(steps + 1):
             x = net.norm(net.stack(x, step, merged(run, step, alive if step else None), kept))
             on = reach * linear(model.method["router"], x)[..., 0].sigmoid()
-            go_on = alive & (on >= self.options["threshold"]) & (step < steps)
+            go_on = alive & (step < steps)
+            if limit is None:
+                go_on = go_on & (on >= self.options["threshold"])
+            elif limit.least <= step + 1 < limit.most:
+                go_on = go_on & model.method["budget"].go_on(step + 1 - limit.least, x)
             mass = torch.where(go_on, reach - on, reach) * alive
             out = out + mass.to(x.dtype)[..., None] * x
             reach, alive = on, go_on

@@ -6,6 +6,11 @@
     logits = (sum_k e_k h_k) Wo^T
     loss = CE + weight * mean of sum_{k<K} sg(p_k(target)^beta) reach_k g_k
 
+With `target` above 0 the gates g_k only weigh the states, and `megaponder.ponder.budget` decides who goes on and holds
+the budget; there is no cost but that of the scores.  A token runs `least` steps, and one (or two) more where the
+score says so.  The loss with which a token would leave at step k, from which the scores learn, is that of
+sum_{j<k} e_j h_j + reach_k h_k.  Without a target the depth follows from `cost_weight`, and no value of it is a budget.
+
 All steps k of all tokens run at once, as pass k.  Known from arXiv 2602.08220: the two-dimensional causality, online
 continue gates, reach threshold, exit-mass mixture, a cost weighted by the probability of the right token.  This
 project's choices (no public code): tau = 0.01, the form of the cost, a linear router with bias +2 on the normed state;
@@ -16,6 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,15 +34,17 @@ from megaponder.ponder.base import (
     Method,
     Pass,
     Readout,
+    Shape,
     depth_scaled,
     pass_count,
     register,
 )
-from megaponder.ponder.halting import at_least, fraction, linear32
+from megaponder.ponder.budget import Budgeted
+from megaponder.ponder.halting import at_least, fraction, linear32, ordered
 
 
 @register
-class AdaptiveCot(Method):
+class AdaptiveCot(Budgeted, Method):
     """Online gated latent steps."""
 
     name = "adaptive_cot"
@@ -50,23 +58,44 @@ class AdaptiveCot(Method):
     class Options:
         steps: int = pass_count(3)
         """K: the most latent steps of a token; the model runs at most K + 1 passes."""
+        target: float = 0.0
+        """Share of the K + 1 passes that a token may spend in the mean, held by a threshold that follows it; 0: the
+        reach and the cost decide, which hold no budget."""
+        explore: float = 0.1
+        """With a target: share of training's decisions that are drawn at random, so that scores and passes learn from
+        all tokens."""
+        score_weight: float = 0.1
+        """With a target: weight of the scores' error in the loss."""
+        gate_width: int = 4
+        """With a target: inner size of the scores' MLPs, in hidden sizes."""
+        ramp_start: int = 0
+        """With a target: step up to which all tokens run all passes of the window."""
+        ramp_end: int = 0
+        """With a target: step from which on it is met."""
         threshold: float = 0.01
-        """tau: a token goes on while its reach is at least this."""
+        """tau: a token goes on while its reach is at least this (without a target)."""
         cost_weight: float = 0.01
-        """lambda: weight of the cost; more means earlier stops."""
+        """lambda: weight of the cost; more means earlier stops (without a target)."""
         cost_power: float = 1.0
         """beta: power of the right token's probability in the cost; more means later stops."""
         router_bias: float = 2.0
         """Start of the router's bias."""
 
         def __post_init__(self) -> None:
-            at_least(self, "steps", 1)
-            for name in ("cost_weight", "cost_power"):
+            for name in ("steps", "gate_width"):
+                at_least(self, name, 1)
+            for name in ("cost_weight", "cost_power", "score_weight"):
                 at_least(self, name, 0)
-            fraction(self, "threshold")
+            for name in ("threshold", "explore"):
+                fraction(self, name)
+            ordered(self, "ramp_start", "ramp_end")
+
+    def __init__(self, options: Any, shape: Shape):
+        super().__init__(options, shape)
+        self.open_window(options.steps + 1, "passes")
 
     def passes(self, seed: int, step: int | None) -> tuple[Pass, ...]:
-        k = self.options.steps
+        k = self.options.steps if self.window is None else self.window.most - 1
         return tuple(Pass(i, last=i == k, key_sets=i + 1) for i in range(k + 1))
 
     def embedding_scale(self) -> float:
@@ -79,7 +108,7 @@ class AdaptiveCot(Method):
         router = nn.Linear(self.shape.hidden_size, 1)
         nn.init.zeros_(router.weight)
         nn.init.constant_(router.bias, self.options.router_bias)
-        return {"router": router}
+        return {"router": router} | ({} if self.window is None else {"budget": self.gates()})
 
     def enter(
         self, p: Pass, ids_bn: Tensor, feedback: Flow | None, carry: dict[str, Tensor], tools: EntryTools
@@ -110,14 +139,39 @@ class AdaptiveCot(Method):
         gate = tools.broadcast(linear32(tools.modules["router"], h)[..., 0]).sigmoid()
         reach = carry["reach"] if p.index else torch.ones_like(gate)
         on = reach * gate
-        go_on = alive & (on >= self.options.threshold)
+        if self.window is None:
+            go_on = on >= self.options.threshold
+            right = tools.target_probability(h, alive) ** self.options.cost_power if self.options.cost_weight else 0.0
+            cost = right * on * tools.valid_sb
+            carry["cost"] = carry["cost"] + cost if p.index else cost
+        else:
+            go_on = self._by_budget(p, h, reach, alive, carry, tools)
+        if self.forced is not None:
+            go_on = self.forced > p.index + 1
+        go_on = go_on & alive
         self._take(p, h, torch.where(go_on, reach - on, reach) * alive, alive, carry)
-        right = tools.target_probability(h, alive) ** self.options.cost_power if self.options.cost_weight else 0.0
-        cost = right * on * tools.valid_sb
-        carry["cost"] = carry["cost"] + cost if p.index else cost
         carry["reach"] = torch.where(go_on, on, torch.zeros_like(on))
         carry[f"gate{p.index}"], carry[f"asked{p.index}"] = gate, alive & (tools.valid_sb > 0)
         return Flow(h, go_on.float()[..., None])
+
+    def _by_budget(
+        self, p: Pass, h: Tensor, reach: Tensor, alive: Tensor, carry: dict[str, Tensor], tools: ExitTools
+    ) -> Tensor:
+        assert self.window is not None
+        index = p.index + 1 - self.window.least
+        if index < 0:
+            return alive
+        self._learn(index, h, reach, alive, carry, tools)
+        decisions = self.decisions(carry, tools)
+        return decisions.decide(index, alive, decisions.gates.score(index, alive, h, tools), self.at_random)
+
+    def _learn(
+        self, index: int, h: Tensor, reach: Tensor, alive: Tensor, carry: dict[str, Tensor], tools: ExitTools
+    ) -> None:
+        if tools.step is not None:
+            out = reach.to(h.dtype)[..., None] * h
+            losses = tools.target_loss(carry["out"] + out if "out" in carry else out, alive)
+            self.decisions(carry, tools).learn(index, losses, alive)
 
     @staticmethod
     def _take(p: Pass, h: Tensor, mass: Tensor, alive: Tensor, carry: dict[str, Tensor]) -> None:
@@ -130,15 +184,25 @@ class AdaptiveCot(Method):
         self, p: Pass, rows: Tensor, riders: Tensor | None, carry: dict[str, Tensor], tools: ExitTools
     ) -> Readout:
         assert riders is not None
-        self._take(p, tools.norm(rows), carry["reach"], riders[..., 0] > 0.5, carry)
-        gates = [(carry[f"gate{i}"], carry[f"asked{i}"]) for i in range(self.options.steps)]
-        return Readout(carry["out"], self.options.cost_weight * carry["cost"].sum(), depth=carry["depth"], gates=gates)
+        h, alive = tools.norm(rows), riders[..., 0] > 0.5
+        gates = [(carry[f"gate{i}"], carry[f"asked{i}"]) for i in range(p.index)]
+        stats: dict[str, Tensor] = {}
+        if self.window is not None:
+            self._learn(self.window.gates, h, carry["reach"], alive, carry, tools)
+            stats = self.decisions(carry, tools).stats()
+        self._take(p, h, carry["reach"], alive, carry)
+        weight = self.options.cost_weight if self.window is None else self.options.score_weight
+        cost = weight * carry["cost"].sum() if "cost" in carry else None
+        return Readout(carry["out"], cost, stats, carry["depth"], gates)
 
     def decides(self) -> bool:
         return True
 
     def extra_flops(self, p: Pass, vocab_size: int) -> float:
-        if p.last:
-            return 0.0
         h = self.shape.hidden_size
-        return 2.0 * h + (2.0 * vocab_size * h if self.options.cost_weight else 0.0)
+        head, router = 2.0 * vocab_size * h, 0.0 if p.last else 2.0 * h
+        if self.window is None:
+            return router + (head if self.options.cost_weight and not p.last else 0.0)
+        if p.index + 1 < self.window.least:
+            return router
+        return router + head + (0.0 if p.last else 2.0 * self.options.gate_width * h**2)

@@ -36,8 +36,12 @@ class AlignedDecoding(DecodingMethod):
         """(weight of the mixture, whether a token goes on), both [b, n], after pass `index`."""
         raise NotImplementedError
 
+    def deepest(self) -> int:
+        """The most passes of a token."""
+        return int(self.options["steps"]) + 1
+
     def hidden(self, model: Any, ids: Tensor, run: Run) -> Tensor:
-        net, steps = model.model, self.options["steps"]
+        net, steps = model.model, self.deepest() - 1
         x = net.embed(net.embed_tokens(ids), run.positions)
         kept: list[tuple[Tensor, ...]] = [()] * len(net.layers)
         state, active = net.norm(net.stack(x, 0, aligned(run, 0, None), kept)), run.real

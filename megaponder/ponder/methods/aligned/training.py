@@ -31,9 +31,16 @@ class AlignedHalting(PonderLM):
         """(weight of the mixture that is fed back [n, b], or None for 1; tokens that go on [n, b] bool)."""
         raise NotImplementedError(f"{self.name} must say which tokens go on")
 
+    def ended(self, p: Pass, state: Tensor, active: Tensor, carry: dict[str, Tensor], tools: ExitTools) -> None:
+        """The last pass has run, for the active tokens."""
+
     def cost(self, carry: dict[str, Tensor], tools: ExitTools) -> Tensor | None:
         """Auxiliary loss: a sum over this rank's valid tokens."""
         return None
+
+    def sums(self, carry: dict[str, Tensor], tools: ExitTools) -> dict[str, Tensor]:
+        """What `Readout.stats` shows."""
+        return {}
 
     def gate_values(self, carry: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
         """What `Readout.gates` shows."""
@@ -70,6 +77,8 @@ class AlignedHalting(PonderLM):
         active = riders[..., 0] > 0.5
         state = self._carried(p, rows, active, carry, tools)
         weight, go_on = self.decide(p, state, active, carry, tools)
+        if self.forced is not None:
+            go_on = self.forced > p.index + 1
         go_on = go_on & active
         carry["depth"] = carry["depth"] + go_on.float() if p.index else 1.0 + go_on.float()
         mixed = tools.on(go_on, lambda h: tools.mixture(h, self.options.topk), state)
@@ -89,5 +98,7 @@ class AlignedHalting(PonderLM):
         self, p: Pass, rows: Tensor, riders: Tensor | None, carry: dict[str, Tensor], tools: ExitTools
     ) -> Readout:
         assert riders is not None
-        state = self._carried(p, rows, riders[..., 0] > 0.5, carry, tools)
-        return Readout(state, self.cost(carry, tools), depth=carry["depth"], gates=self.gate_values(carry))
+        active = riders[..., 0] > 0.5
+        state = self._carried(p, rows, active, carry, tools)
+        self.ended(p, state, active, carry, tools)
+        return Readout(state, self.cost(carry, tools), self.sums(carry, tools), carry["depth"], self.gate_values(carry))

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from megaponder.decoding.backbone import linear
+from megaponder.decoding.configuration import MegaponderConfig
+from megaponder.decoding.gates import Gates
+from megaponder.decoding.window import window
 from megaponder.ponder.methods.latents.decoding import Latents
 
 
@@ -17,21 +20,37 @@ class PonderLM3(Latents):
     Soft (training): log w_k is added to the logits of the key of latent k, all latents are run and read out by the
     router's probabilities.  Hard (decoding): the same with latents of w_k < threshold left out altogether, without
     renormalisation; this differs from soft by O(threshold).  A pass over sequences takes w from the pass before it.
+    With a target, scores of slot 0 decide which latents a token has, in training as in decoding, and w is 0 at others.
     """
 
     name = "ponderlm3"
     as_trained = {"threshold": 0.0}
-    defaults = {"latents": 3, "jacobi": 3, "threshold": 1e-4}
+    defaults = {"latents": 3, "jacobi": 3, "target": 0.0, "gate_width": 4, "threshold": 1e-4}
     training_only = (
         *("jacobi_from", "jacobi_to", "cost_weight", "target_depth"),
-        *("ramp_start", "ramp_end", "router_bias"),
+        *("ramp_start", "ramp_end", "router_bias", "explore", "score_weight"),
     )
 
+    def __init__(self, config: MegaponderConfig):
+        super().__init__(config)
+        target, rows = self.options["target"], self.options["latents"] + 1
+        self.window = window(target, rows) if target else None
+        if self.window is not None:
+            self.options["latents"] = self.window.most - 1
+
     def modules(self) -> dict[str, nn.Module]:
-        return {"router": nn.Linear(self.config.hidden_size, self.options["latents"] + 1)}
+        width, found = self.config.hidden_size, self.window
+        budget = {} if found is None else {"budget": Gates(width, self.options["gate_width"], found.gates)}
+        return {"router": nn.Linear(width, self.options["latents"] + 1), **budget}
 
     def route(self, model: Any, h: Tensor) -> Tensor:
-        return linear(model.method["router"], h)
+        a = linear(model.method["router"], h)
+        if self.window is None:
+            return a
+        rows = [torch.ones_like(a[..., 0], dtype=torch.bool)] * self.window.least
+        for gate in range(self.window.gates):
+            rows.append(rows[-1] & model.method["budget"].go_on(gate, h))
+        return a.masked_fill(~torch.stack(rows, dim=-1), DEAD)
 
     def weights(self, a: Tensor | None, slots: slice, hard: bool) -> dict[str, Any]:
         if a is None:
@@ -39,15 +58,22 @@ class PonderLM3(Latents):
         weight = log_tails(a)[..., slots]
         return {
             "weight": weight.flatten(1, 2),
-            "alive": (weight.exp() >= self.options["threshold"]).flatten(1, 2) if hard else None,
+            "alive": self._alive(weight).flatten(1, 2) if hard or self.window is not None else None,
         }
+
+    def _alive(self, log_w: Tensor) -> Tensor:
+        return log_w.exp() >= self.options["threshold"] if self.window is None else log_w > DEAD / 2
 
     def readout(self, h: Tensor, a: Tensor | None, hard: bool) -> Tensor:
         assert a is not None
         share = a.softmax(-1)
         if hard:
-            share = share * (log_tails(a).exp() >= self.options["threshold"])
+            share = share * self._alive(log_tails(a))
         return (share[..., : h.shape[2], None].to(h.dtype) * h).sum(2)
+
+
+DEAD = -1e4
+"""Logit of what does not exist."""
 
 
 def log_tails(a: Tensor) -> Tensor:

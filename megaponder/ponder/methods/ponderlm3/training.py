@@ -4,6 +4,13 @@
     attention: log w_{t,k} is added to every logit of the key of latent k;  readout: sum_k s_{t,k} h_{t,k}
     decoding: token t runs latents 1 .. max{k : w_{t,k} >= tau};  loss = CE + weight * mean of sum_{k>=1} w_{t,k}
 
+That cost answers to no budget (0.2 collapses to no latents at all), and pruning at tau in decoding leaves rows out that
+training weighs.  With `target` above 0 `megaponder.ponder.budget` decides how many rows a token
+has, in training as in decoding: `least` rows, and one (or two) more where a score of h_{t,0} says so.  Rows that a
+token does not have have no keys, and a_t is -inf there, so that s_t is a softmax over the others.  The loss with which
+a token would stop at row k, from which the scores learn, is that of the softmax over rows 0 .. k; the only cost is the
+scores' error.
+
 Known from arXiv 2603.02023: router on the step-0 state, log tail mass on keys, hard pruning at tau = 1e-4, exit-mass
 readout.  This project's choices (no public code): a linear router with b_K = +2; the bias in a pass comes from the
 logits of the pass before (the router's input exists only after the last layer); it holds for the token's own row too;
@@ -13,7 +20,9 @@ the exit masses are not renormalised after pruning; the cost is the expected num
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +34,18 @@ from megaponder.ponder.base import (
     Flow,
     Pass,
     Readout,
+    Shape,
     interleave,
     pass_count,
     register,
     slot,
 )
+from megaponder.ponder.budget import Budgeted, Decisions
 from megaponder.ponder.halting import at_least, fraction, linear32, ordered, ramp
 from megaponder.ponder.methods.latents.training import LatentMethod, LatentOptions
+
+DEAD = -1e4
+"""Logit of what does not exist: exp of it is 0, and it crosses BF16."""
 
 
 def log_tails(a: Tensor) -> Tensor:
@@ -41,38 +55,58 @@ def log_tails(a: Tensor) -> Tensor:
 
 
 @register
-class PonderLM3(LatentMethod):
+class PonderLM3(Budgeted, LatentMethod):
     """Latent thoughts with a router."""
 
     name = "ponderlm3"
     summary = "latent thoughts, as many for each token as its router grants"
     rider_channels = 1  # log tail mass of the row, added to its key's logits
     halts = True
+    weighs = True
     stats = ("expected_depth",)
 
     @dataclass
     class Options(LatentOptions):
         latents: int = pass_count(3)
         """K: the most latent thoughts of a token."""
+        target: float = 0.0
+        """Share of the K + 1 rows that a token may spend in the mean, held by a threshold that follows it; 0: the
+        router and the cost decide, which hold no budget."""
+        explore: float = 0.1
+        """With a target: share of training's decisions that are drawn at random, so that scores and passes learn from
+        all tokens."""
+        score_weight: float = 0.1
+        """With a target: weight of the scores' error in the loss."""
+        gate_width: int = 4
+        """With a target: inner size of the scores' MLPs, in hidden sizes."""
         threshold: float = 1e-4
-        """tau: decoding runs the latents whose tail mass is at least this."""
+        """tau: decoding runs the latents whose tail mass is at least this (without a target)."""
         cost_weight: float = 0.01
-        """Weight of the expected number of latents in the loss."""
+        """Weight of the expected number of latents in the loss (without a target)."""
         target_depth: float = 0.0
         """Penalise only what a sequence's mean number of latents exceeds this by; 0: penalise all."""
         ramp_start: int = 0
-        """Step at which the cost leaves 0."""
+        """Step at which the cost leaves 0; with a target, up to which all tokens run all rows of the window."""
         ramp_end: int = 0
-        """Step from which on the cost has its full weight."""
+        """Step from which on the cost has its full weight, or the target is met."""
         router_bias: float = 2.0
         """Start of the router's bias for the full number of latents."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            for name in ("cost_weight", "target_depth"):
+            for name in ("cost_weight", "target_depth", "score_weight"):
                 at_least(self, name, 0)
-            fraction(self, "threshold")
+            at_least(self, "gate_width", 1)
+            for name in ("threshold", "explore"):
+                fraction(self, name)
             ordered(self, "ramp_start", "ramp_end")
+
+    def __init__(self, options: Any, shape: Shape):
+        super().__init__(options, shape)
+        self.open_window(options.latents + 1, "rows")
+        if self.window is not None:
+            self.options = copy.copy(options)
+            self.options.latents = self.window.most - 1
 
     def max_depth(self) -> int:
         return int(self.options.latents) + 1
@@ -83,7 +117,7 @@ class PonderLM3(LatentMethod):
         nn.init.zeros_(router.bias)
         with torch.no_grad():
             router.bias[-1] = self.options.router_bias
-        return {"router": router}
+        return {"router": router} | ({} if self.window is None else {"budget": self.gates()})
 
     def enter(
         self, p: Pass, ids_bn: Tensor, feedback: Flow | None, carry: dict[str, Tensor], tools: EntryTools
@@ -116,24 +150,76 @@ class PonderLM3(LatentMethod):
         slots = len(p.reads) if p.reads is not None else p.slots
         return tools.broadcast(linear32(tools.modules["router"], slot(h, slots, 0)))
 
+    def _rows(
+        self, p: Pass, h: Tensor, carry: dict[str, Tensor], tools: ExitTools
+    ) -> tuple[Tensor, Tensor | None, Decisions | None]:
+        """Router logits [n, b, K + 1], which rows a token has (None: all, weighed), and how that was decided.
+
+        Every pass decides anew: `carry` is of this pass alone.
+        """
+        a = self._route(p, h, tools)
+        if self.window is None and self.forced is None:
+            return a, log_tails(a).exp() >= self.options.threshold if self.hard else None, None
+        first = slot(h, len(p.reads) if p.reads is not None else p.slots, 0)
+        row, decisions = torch.ones_like(a[..., 0], dtype=torch.bool), None
+        alive = [row]
+        if self.window is not None:
+            decisions = self.decisions(carry, tools)
+        for k in range(1, a.shape[-1]):
+            if self.window is not None and k >= self.window.least and decisions is not None:
+                index = k - self.window.least
+                score = decisions.gates.score(index, row, first, tools)
+                row = decisions.decide(index, row, score, self.at_random)
+            if self.forced is not None:
+                row = self.forced > k
+            alive.append(row)
+        there = torch.stack(alive, dim=-1)
+        return a if self.window is None else a.masked_fill(~there, DEAD), there, decisions
+
     def leave(self, p: Pass, rows: Tensor, riders: Tensor | None, carry: dict[str, Tensor], tools: ExitTools) -> Flow:
         h = tools.norm(rows)
         self._watch(p, h, carry, tools)
-        log_w = log_tails(self._route(p, h, tools))[..., 1 : p.feedback_slots + 1]
-        return Flow(h, log_w.transpose(1, 2).flatten(0, 1)[..., None])
+        a, alive, _ = self._rows(p, h, {}, tools)
+        log_w = log_tails(a)
+        if alive is not None:
+            log_w = log_w.masked_fill(~alive, DEAD)
+        return Flow(h, log_w[..., 1 : p.feedback_slots + 1].transpose(1, 2).flatten(0, 1)[..., None])
 
     def readout(
         self, p: Pass, rows: Tensor, riders: Tensor | None, carry: dict[str, Tensor], tools: ExitTools
     ) -> Readout:
-        h = tools.norm(rows)
-        a = self._route(p, h, tools)
+        h, kept = tools.norm(rows), dict[str, Tensor]()
+        a, alive, decisions = self._rows(p, h, kept, tools)
         s, w = a.softmax(-1), log_tails(a).exp()[..., 1:]
-        hidden = torch.stack([slot(h, p.slots, k) * s[..., k, None].to(h.dtype) for k in range(p.slots)]).sum(0)
-        depth = 1.0 + (w.detach() >= self.options.threshold).sum(-1)  # w falls with k: the count is the largest k
+        if alive is not None:
+            s = s * alive
+        hidden = self._mixture(p, h, s)
+        # w falls with k: the count is the largest k
+        depth = 1.0 + (w.detach() >= self.options.threshold).sum(-1) if alive is None else alive.float().sum(-1)
         expected = w.sum(-1)
         stats = {"expected_depth": ((1.0 + expected) * tools.valid_sb).sum(), **self._residuals(carry)}
         gates = [(w[..., k], torch.ones_like(depth, dtype=torch.bool)) for k in range(w.shape[-1])]
-        return Readout(hidden, self._cost(expected, tools), stats, depth, gates)
+        if decisions is None:
+            return Readout(hidden, self._cost(expected, tools), stats, depth, gates)
+        assert alive is not None
+        cost = self._scores_error(p, h, a, alive, decisions) if tools.step is not None else None
+        return Readout(hidden, cost, stats | decisions.stats(), depth, gates)
+
+    @staticmethod
+    def _mixture(p: Pass, h: Tensor, s: Tensor) -> Tensor:
+        return torch.stack([slot(h, p.slots, k) * s[..., k, None].to(h.dtype) for k in range(p.slots)]).sum(0)
+
+    def _scores_error(self, p: Pass, h: Tensor, a: Tensor, alive: Tensor, decisions: Decisions) -> Tensor:
+        """Losses of tokens had they stopped at each row of the window, and the error of the scores."""
+        assert self.window is not None
+        with torch.no_grad():
+            for index in range(self.window.gates + 1):
+                last = self.window.least - 1 + index
+                s = torch.cat([a[..., : last + 1].softmax(-1), torch.zeros_like(a[..., last + 1 :])], dim=-1)
+                losses = decisions.tools.target_loss(self._mixture(p, h, s), alive[..., last])
+                with torch.enable_grad():
+                    decisions.learn(index, losses, alive[..., last])
+        return self.options.score_weight * decisions.carry["cost"]
 
     def _cost(self, expected: Tensor, tools: ExitTools) -> Tensor:
         valid = tools.valid_sb

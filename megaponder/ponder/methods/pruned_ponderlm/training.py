@@ -13,16 +13,14 @@ from torch import Tensor
 
 from megaponder.errors import ConfigError
 from megaponder.ponder.base import ExitTools, Pass, pass_count, register, token_count
+from megaponder.ponder.budget import mixed
 from megaponder.ponder.halting import at_least
 from megaponder.ponder.methods.aligned.training import AlignedHalting
 
 
 def spread(positions: Tensor, seed: int) -> Tensor:
-    """Numbers in [0, 1) that look random, one for each position: a mixing of 32-bit integers, the same everywhere."""
-    x = (positions.long() + 1) * 0x9E3779B1 + (seed + 1) * 0x85EBCA6B
-    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
-        x = ((x ^ ((x & 0xFFFFFFFF) >> shift)) * factor) & 0xFFFFFFFF
-    return (x & 0xFFFFFF).double() / 2**24
+    """Numbers in [0, 1) that look random, one for each position."""
+    return mixed((positions.long() + 1) * 0x9E3779B1 + (seed + 1) * 0x85EBCA6B)
 
 
 def fixed_depth(positions: Tensor, mean: float, by: str, seed: int) -> Tensor:
