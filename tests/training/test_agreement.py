@@ -72,9 +72,9 @@ HERE = socket.gethostname()
         ("other-disk", f"rank 1 on node2 finds that its manifest.json is different, rank 0 on {HERE} does not"),
         ("lost-shard", "is not the same on all ranks: rank 1 on node2 finds that __0_0.distcp is missing"),
         ("other-bytes", "is not the same on all ranks: rank 1 on node2 finds that __0_0.distcp has other bytes"),
-        ("load", "is not the same on all ranks: rank 1 on node2 finds that its manifest.json is another one"),
-        ("private-run", "rank 1 on node2 does not see what rank 0 has just written into the folder"),
-        ("private-checkpoints", "rank 1 on node2 does not see what rank 0 has just written into the folder"),
+        ("load", "is not the same on all ranks: rank 1 on node2 finds that its manifest.json is different"),
+        ("private-run", "rank 1 on node2 does not see what rank 0 has just written to the folder"),
+        ("private-checkpoints", "rank 1 on node2 does not see what rank 0 has just written to the folder"),
     ],
 )
 def test_what_stays_different_ends_the_start(base: Base, nodes: Any, name: str, words: str) -> None:
