@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from megaponder.config.resolve import init_std
 from megaponder.config.rules import Case, model
-from megaponder.config.rules.run import counts_are_possible
+from megaponder.config.rules.ranges import numbers_are_in_range
 from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError
 from megaponder.ponder.base import Method, Shape
@@ -69,5 +69,6 @@ def initialisation(cfg: RunConfig, method: Method) -> tuple[str, float, float]:
 def check_shape(cfg: RunConfig) -> None:
     """ConfigError for a resolved configuration of which no model can be built, wherever it came from."""
     case = Case(cfg, facts_of(method_of(cfg), cfg.train.seed), 1)
-    for rule in (counts_are_possible, *model.SHAPES):
+    numbers_are_in_range(case, ("model.", "data."))
+    for rule in model.RULES:
         rule(case)
