@@ -22,7 +22,8 @@ from typing import Any
 from megaponder import __version__
 from megaponder.cli.parser import Parser
 from megaponder.cli.report import ended
-from megaponder.config.fields import RenamedField, sections
+from megaponder.config.declare import RenamedField
+from megaponder.config.fields import sections
 from megaponder.errors import UserError
 
 COMMANDS = (
@@ -95,11 +96,13 @@ def _refuse_empty(args: argparse.Namespace) -> None:
 _with_source_line = warnings.formatwarning
 
 
-def _format_warning(message: Any, category: type[Warning], *place: Any) -> str:
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
     """A warning about the user's own configuration is one sentence, without the line of code that gave it."""
     if issubclass(category, RenamedField):
         return f"Warning: {message}\n"
-    return _with_source_line(message, category, *place)
+    return _with_source_line(message, category, filename, lineno, line)
 
 
 def keep_console_clean() -> None:

@@ -12,10 +12,12 @@ becomes narrower.
 from __future__ import annotations
 
 import copy
+import warnings
 from dataclasses import Field, dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar
 
+from megaponder.config import launcher
 from megaponder.errors import ConfigError
 
 T = TypeVar("T")
@@ -43,10 +45,12 @@ class Declaration:
     """The same where only a checkpoint's weights are loaded (`checkpoint.load`); default: refused if `resume` is."""
     feature: bool = False
     """A feature of the backbone, which the family fills in."""
+    compared: bool = True
+    """Runs that are compared must have the same value (`megaponder.compare`)."""
     aliases: tuple[str, ...] = ()
     """Names that other systems use for the field; the advice on an unknown name looks here."""
     was: tuple[str, ...] = ()
-    """Dotted names that the field had in earlier versions; they are still read, with a warning."""
+    """Names of the field in earlier versions, dotted (a method's option: plain); they are read with a warning."""
 
     @property
     def change_at_load(self) -> Change:
@@ -74,6 +78,21 @@ class Declaration:
             if (self.gt is not None and number <= self.gt) or (self.lt is not None and number >= self.lt):
                 fix = "leave it out" if default is None else f"the default is {default}"
                 raise ConfigError(name, value, f"it must be {self.range}", fix)
+
+
+class RenamedField(FutureWarning):
+    """A file or command line uses a name of an earlier version."""
+
+
+def warn_of_rename(old: str, new: str) -> None:
+    """One warning, given by the first process of all."""
+    if launcher.place().rank == 0:
+        warnings.warn(f"{old} is now called {new}; please rename it.", RenamedField, stacklevel=3)
+
+
+def refusal_of_both(old: str, new: str, value: Any) -> ConfigError:
+    """What to raise where both names are used."""
+    return ConfigError(old, value, f"it is now called {new}, which is given too", "take the old one out")
 
 
 def _outside(name: str, value: Any, legal: str, end: float) -> ConfigError:

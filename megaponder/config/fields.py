@@ -9,14 +9,12 @@ import inspect
 import textwrap
 import types
 import typing
-import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any, Literal, Union
 
-from megaponder.config import launcher
-from megaponder.config.declare import Declaration, declaration
+from megaponder.config.declare import Declaration, declaration, warn_of_rename
 from megaponder.config.schema import RunConfig
 
 FREE = "ponder.options"
@@ -39,10 +37,6 @@ class Field:
         """Type, range and unit in words: 'an integer, at least 1, in tokens'."""
         unit = f"in {self.declared.unit}" if self.declared.unit else ""
         return ", ".join(filter(None, (describe_type(self.type), self.declared.range, unit)))
-
-
-class RenamedField(FutureWarning):
-    """A file or command line uses a name of an earlier version."""
 
 
 def attribute_docs(cls: type) -> dict[str, str]:
@@ -103,10 +97,10 @@ def renamed() -> dict[str, str]:
 
 
 def current_name(old: str) -> str | None:
-    """Today's name of a field that an earlier version called otherwise, with one warning; None where none did."""
+    """Today's name of a field that an earlier version called otherwise, with a warning; None where none did."""
     new = renamed().get(old)
-    if new is not None and launcher.place().rank == 0:
-        warnings.warn(f"{old} is now called {new}; please rename it.", RenamedField, stacklevel=3)
+    if new is not None:
+        warn_of_rename(old, new)
     return new
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import pydantic
 
 from megaponder.config import yaml_file
+from megaponder.config.declare import refusal_of_both
 from megaponder.config.fields import (
     FREE,
     SPELLINGS,
@@ -101,7 +102,7 @@ def _with_current_names(data: Mapping[str, Any]) -> dict[str, Any]:
         assert new is not None
         there, field = _place(data, new)
         if field in there:
-            raise ConfigError(old, value, f"it is now called {new}, which is given too", "take the old one out")
+            raise refusal_of_both(old, new, value)
         _put(data, new, value)
         section = old.rpartition(".")[0]
         if section not in sections() and not holder:

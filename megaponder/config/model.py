@@ -23,7 +23,7 @@ def feature(**said: Any) -> Any:
 class ModelConfig:
     """The backbone: a preset or a family, and any field of it that should differ."""
 
-    preset: str | None = None
+    preset: str | None = declare(None, compared=False)
     """Named shape, for example pythia-410m or llama-1.4b; `megaponder plan --presets` lists them."""
     family: Family | None = declare(None, resume="refused")
     """Set of features: pythia (GPT-NeoX), llama, gpt2 or qwen3.  Features that are given beside it beat it."""
@@ -74,13 +74,13 @@ class ModelConfig:
     tie_embeddings: bool | None = feature(aliases=("tie_word_embeddings",))
     """Input embedding and output head share one table."""
 
-    init: Literal["auto", "normal", "trunc_normal"] = "auto"
+    init: Literal["auto", "normal", "trunc_normal"] = declare("auto", compared=False)
     """Initialisation family; auto takes the published one of backbone and method."""
-    init_std: float | None = declare(None, gt=0)
+    init_std: float | None = declare(None, gt=0, compared=False)
     """Standard deviation of matrices and embeddings; auto: 0.02 or 0.01 (normal), sqrt(2/(5H)) (trunc_normal)."""
-    init_output_scale: float | Literal["auto"] = declare("auto", gt=0)
+    init_output_scale: float | Literal["auto"] = declare("auto", gt=0, compared=False)
     """Factor on the std of attention-output and MLP-down matrices; auto takes the published one (often 1/sqrt(2L))."""
-    embedding_scale: float | Literal["auto", "none", "sqrt_h", "sqrt_2.5h"] = declare("auto", gt=0)
+    embedding_scale: float | Literal["auto", "none", "sqrt_h", "sqrt_2.5h"] = declare("auto", gt=0, compared=False)
     """Factor c on every token embedding that is looked up; auto takes the method's published one."""
 
     @property

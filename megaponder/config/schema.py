@@ -46,9 +46,9 @@ class DataConfig:
     """Targets in the loss: all; all but EOD (the papers' rule); all but those whose input is EOD (Megatron's rule)."""
     eod_id: int | None = declare(None, resume="warned")
     """End-of-document id; taken from the dataset's JSON when absent."""
-    tokenizer: str | None = None
+    tokenizer: str | None = declare(None, compared=False)
     """Folder or file of the tokenizer (copied into exports); must match the dataset's fingerprint."""
-    cache: str | None = None
+    cache: str | None = declare(None, compared=False)
     """Folder for index caches, shared by ranks and jobs; default: <run>/cache."""
     shuffle_seed: int | None = declare(None, ge=0, resume="warned")
     """Seed of the sample order; default: train.seed."""
@@ -102,9 +102,9 @@ class PrecisionConfig:
     """First and last layers of the model that stay in BF16."""
     fp8_canary: float = declare(0.1, ge=0)
     """Bound of the start-up comparison with BF16: relative difference of the loss; 0 skips it."""
-    grad_accum_fusion: bool | Literal["auto"] = "auto"
+    grad_accum_fusion: bool | Literal["auto"] = declare("auto", compared=False)
     """GEMMs add weight gradients to the FP32 buffers; auto: where Transformer Engine or NVIDIA apex's kernel exists."""
-    cuda_graphs: bool | Literal["auto"] = "auto"
+    cuda_graphs: bool | Literal["auto"] = declare("auto", compared=False)
     """Capture passes as CUDA graphs; auto: on a GPU where they fit, without overlapped reduction or gathering."""
 
 
@@ -156,7 +156,7 @@ class TrainConfig:
     """Sequences that one rank runs at a time."""
     batch_rampup: list[int] | None = declare(None, resume="warned")
     """[start, increment, sequences]: begin with `start` sequences a step, reach global_batch after `sequences`."""
-    eval_every: int = declare(1000, ge=0, unit="steps")
+    eval_every: int = declare(1000, ge=0, unit="steps", compared=False)
     """Steps between evaluations; 0: only at the end."""
     eval_batches: int = declare(10, ge=0, unit="batches")
     """Global batches in an evaluation; 0 switches evaluation off."""
@@ -164,7 +164,7 @@ class TrainConfig:
     """First steps in which only the method's own parameters (gates, routers) change, before all of them do."""
     seed: int = declare(1234, ge=0, resume="warned")
     """Seed of initialisation, data order and the method's random plan."""
-    deterministic: bool = False
+    deterministic: bool = declare(False, compared=False)
     """Ask PyTorch for deterministic kernels."""
 
 
@@ -240,7 +240,7 @@ class LoggingConfig:
 class RunConfig:
     """One run: everything that `megaponder train` needs."""
 
-    run: str = "runs/default"
+    run: str = declare("runs/default", compared=False)
     """Run folder: resolved config, checkpoints, metrics."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Backbone."""

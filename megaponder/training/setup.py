@@ -31,7 +31,7 @@ def complete(cfg: RunConfig) -> RunConfig:
     from megaponder.ponder.settings import method_of, use_plugin
 
     cfg = resolve(cfg)
-    use_plugin(cfg)
+    use_plugin(cfg.ponder)
     cfg = fill_from_data(cfg, check_data(cfg))
     world, machine = launcher.place().world_size, this_machine()
     method = method_of(cfg)
@@ -107,7 +107,7 @@ def _scale_changes(saved: RunConfig, cfg: RunConfig) -> list[str]:
     """A warning if embeddings get another factor: `auto` depends on the method, so the field alone does not tell."""
     from megaponder.ponder.settings import embedding_scale, method_of
 
-    then, now = (embedding_scale(c, method_of(c)) for c in (saved, cfg))
+    then, now = (embedding_scale(c.model, method_of(c)) for c in (saved, cfg))
     if then == now:
         return []
     return [

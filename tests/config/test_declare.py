@@ -16,13 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaponder.config import fields, yaml_file
-from megaponder.config.declare import Declaration, declare
-from megaponder.config.fields import RenamedField, accepts, all_fields, describe_type
+from megaponder.config.declare import Declaration, RenamedField, declare
+from megaponder.config.fields import accepts, all_fields, describe_type
 from megaponder.config.load import dump, from_mapping, load_config, to_mapping
 from megaponder.config.rules import Case, MethodFacts
 from megaponder.config.rules.ranges import numbers_are_in_range
 from megaponder.config.schema import RunConfig
 from megaponder.errors import ConfigError
+from megaponder.ponder.base import Method
+from megaponder.ponder.registry import parse_options
 from megaponder.training.setup import refuse_other_model
 from tests.config.make import config
 
@@ -39,6 +41,14 @@ def test_what_a_weight_means_cannot_change() -> None:
     assert {name for name, f in all_fields().items() if f.declared.resume == "refused"} == IDENTITY
     free = {name for name in IDENTITY if all_fields()[name].declared.change_at_load != "refused"}
     assert free == {"ponder.method", "model.vocab_multiple"}
+
+
+def test_what_a_comparison_leaves_out() -> None:
+    assert {name for name, f in all_fields().items() if not f.declared.compared} == {
+        "run", "model.preset", "model.embedding_scale", "model.init", "model.init_std", "model.init_output_scale",
+        "data.cache", "data.tokenizer", "train.eval_every", "train.deterministic", "precision.cuda_graphs",
+        "precision.grad_accum_fusion",
+    }  # fmt: skip
 
 
 def test_every_number_of_the_schema_has_a_range() -> None:
@@ -237,10 +247,27 @@ def test_one_process_of_many_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cfg.optimizer.lr == 0.5
 
 
+class Toy(Method):
+    name = "toy"
+
+    @dataclasses.dataclass
+    class Options:
+        steps: int = declare(3, ge=1, le=1000, was=("rounds",))
+
+
+def test_an_option_of_a_method_may_be_renamed_too() -> None:
+    with pytest.warns(RenamedField, match=r"^ponder.options.rounds is now called ponder.options.steps; please"):
+        assert parse_options(Toy, {"rounds": 5}) == Toy.Options(steps=5)
+    with pytest.raises(ConfigError, match=r"rounds = 5: it is now called ponder.options.steps, which is given too"):
+        parse_options(Toy, {"rounds": 5, "steps": 4})
+    with pytest.raises(ConfigError, match=r"steps = 0: it must be at least 1 and at most 1,000; the nearest is 1"):
+        parse_options(Toy, {"steps": 0})
+
+
 def test_the_command_prints_one_sentence() -> None:
     program = (
         "import warnings; from megaponder.cli.main import keep_console_clean; "
-        "from megaponder.config.fields import RenamedField; keep_console_clean(); "
+        "from megaponder.config.declare import RenamedField; keep_console_clean(); "
         "warnings.warn('a.b is now called c.d.', RenamedField); warnings.warn('other')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
