@@ -12,6 +12,7 @@ becomes narrower.
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from dataclasses import Field, dataclass, field
 from functools import partial
@@ -68,13 +69,14 @@ class Declaration:
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, bool) or not isinstance(number, int | float):
                 continue
-            bound = LARGEST if isinstance(number, int) else None
-            least = self.ge if self.ge is not None else None if bound is None else -bound
-            most = self.le if self.le is not None else bound
-            if least is not None and number < least:
-                raise _outside(name, value, self.range if self.ge is not None else f"at least {_number(least)}", least)
-            if most is not None and number > most:
-                raise _outside(name, value, self.range if self.le is not None else f"at most {_number(most)}", most)
+            largest = LARGEST if isinstance(number, int) else math.inf
+            least = -largest if self.ge is None else self.ge
+            most = largest if self.le is None else self.le
+            if not least <= number <= most:
+                end, words = (least, "at least") if number < least else (most, "at most")
+                words = f"{words} {_number(end)}"
+                rule = f"it must be {self.range if words in self.range else words}"
+                raise ConfigError(name, value, rule, f"the nearest is {_number(end).replace(',', '')}")
             if (self.gt is not None and number <= self.gt) or (self.lt is not None and number >= self.lt):
                 fix = "leave it out" if default is None else f"the default is {default}"
                 raise ConfigError(name, value, f"it must be {self.range}", fix)
@@ -93,10 +95,6 @@ def warn_of_rename(old: str, new: str) -> None:
 def refusal_of_both(old: str, new: str, value: Any) -> ConfigError:
     """What to raise where both names are used."""
     return ConfigError(old, value, f"it is now called {new}, which is given too", "take the old one out")
-
-
-def _outside(name: str, value: Any, legal: str, end: float) -> ConfigError:
-    return ConfigError(name, value, f"it must be {legal}", f"the nearest is {_number(end).replace(',', '')}")
 
 
 def _number(end: float) -> str:

@@ -84,7 +84,7 @@ class ParallelConfig:
     """With recompute: layer, only the first so many passes, whose activations are kept longest; default: all."""
     deallocate_pipeline_outputs: bool | None = None
     """Free a stage's output once sent; default: on with NCCL, off with gloo (where it corrupts numbers)."""
-    timeout_minutes: float = declare(10.0, gt=0, le=1e6, unit="minutes")
+    timeout_minutes: float = declare(10.0, gt=0, le=10**6, unit="minutes")
     """Time after which a collective that has not completed ends the run."""
 
 

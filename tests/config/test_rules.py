@@ -87,7 +87,7 @@ BROKEN: list[Broken] = [
     broken("train.steps", "at least 1; the nearest is 1", train__steps=-(10**20)),
     broken("logging.profile_ranks", "at least -2,147,483,647", logging__profile_ranks=[-(10**20)]),
     broken("train.tokens", "at most 1,000,000,000,000,000", train__tokens=10**15 + 1, train__steps=None),
-    broken("parallel.timeout_minutes", "at most 1e+06", parallel__timeout_minutes=1e300),
+    broken("parallel.timeout_minutes", "at most 1,000,000; the nearest is 1000000", parallel__timeout_minutes=1e300),
     broken("optimizer.lr", "more than 0", optimizer__lr=0.0),
     broken("optimizer.lr", "at most 1", optimizer__lr=3.0),
     broken("optimizer.beta2", "less than 1", optimizer__beta2=1.0),
