@@ -14,7 +14,6 @@ def sequence_fits(c: Case) -> None:
     """A sample is no longer than the position table, or than the limit that exports state."""
     length, limit = c.cfg.data.sequence_length, c.cfg.model.max_positions
     assert limit is not None
-    require(length >= 1, "data.sequence_length", length, "it must be at least 1", "use 2048")
     fix = f"the nearest is {limit}, or raise model.max_positions"
     rule = f"it is longer than model.max_positions = {limit}"
     require(length <= limit, "data.sequence_length", length, rule, fix)

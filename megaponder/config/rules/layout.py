@@ -7,14 +7,6 @@ import math
 from megaponder.config.rules.case import Case, Rule, divisors, nearest_divisor, nearest_multiple, require
 
 
-def degrees_are_positive(c: Case) -> None:
-    """A degree of 1 switches a kind of parallelism off."""
-    for name in ("tensor", "pipeline"):
-        value = getattr(c.cfg.parallel, name)
-        require(value >= 1, f"parallel.{name}", value, "it must be at least 1", "the nearest is 1")
-    require(c.world_size >= 1, "world size", c.world_size, "it must be at least 1", "the nearest is 1")
-
-
 def tensor_divides_widths(c: Case) -> None:
     """Each tensor rank holds whole heads and equal parts of the MLP."""
     m, tp = c.cfg.model, c.cfg.parallel.tensor
@@ -57,6 +49,7 @@ def pipeline_divides_layers(c: Case) -> None:
 def replica_divides_world(c: Case) -> None:
     """The world holds whole replicas."""
     p, replica = c.cfg.parallel, c.ranks_per_replica
+    require(c.world_size >= 1, "world size", c.world_size, "it must be at least 1", "the nearest is 1")
     rule = f"it must be a multiple of parallel.tensor x parallel.pipeline = {p.tensor} x {p.pipeline}"
     fix = f"the nearest is {nearest_multiple(c.world_size, replica)} processes"
     require(c.world_size % replica == 0, "world size", c.world_size, rule, fix)
@@ -160,9 +153,7 @@ def recompute_names_layers_and_passes(c: Case) -> None:
             require(
                 p.recompute == "layer", field, value, "it needs parallel.recompute: layer", "set that or leave it out"
             )
-            near = min(max(value, 1), most)
-            rule = f"it must be from 1 to the {most} {of}"
-            require(1 <= value <= most, field, value, rule, f"the nearest is {near}")
+            require(value <= most, field, value, f"there are {most} {of}", f"the nearest is {most}")
 
 
 def gloo_keeps_outputs(c: Case) -> None:
@@ -174,7 +165,6 @@ def gloo_keeps_outputs(c: Case) -> None:
 
 
 RULES: tuple[Rule, ...] = (
-    degrees_are_positive,
     tensor_divides_widths,
     tensor_divides_vocabulary,
     sequence_parallel_divides,

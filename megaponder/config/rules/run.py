@@ -2,82 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 
 from megaponder import files
 from megaponder.config import budget
-from megaponder.config.fields import all_fields, value_of
 from megaponder.config.rules.case import Case, Rule, nearest_multiple, require
-
-# (field, lowest, lowest is legal, highest, highest is legal)
-RANGES: tuple[tuple[str, float, bool, float, bool], ...] = (
-    ("optimizer.lr", 0, False, 1, True),
-    ("optimizer.beta1", 0, True, 1, False),
-    ("optimizer.beta2", 0, True, 1, False),
-    ("optimizer.eps", 0, False, 1, False),
-    ("optimizer.weight_decay", 0, True, 1, False),
-    ("optimizer.clip_grad", 0, True, math.inf, False),
-    ("schedule.warmup_fraction", 0, True, 1, False),
-    ("schedule.min_lr_fraction", 0, True, 1, True),
-    ("schedule.decay_fraction", 0, True, 1, True),
-    ("train.global_batch", 1, True, math.inf, False),
-    ("train.micro_batch", 1, True, math.inf, False),
-    ("train.eval_every", 0, True, math.inf, False),
-    ("train.eval_batches", 0, True, math.inf, False),
-    ("train.method_only_steps", 0, True, math.inf, False),
-    ("train.seed", 0, True, 2**31, False),
-    ("data.shuffle_seed", 0, True, 2**31, False),
-    ("parallel.microbatch_group", 1, True, math.inf, False),
-    ("checkpoint.every", 0, True, math.inf, False),
-    ("checkpoint.keep_last", 1, True, math.inf, False),
-    ("checkpoint.keep_every", 0, True, math.inf, False),
-    ("faults.spike_window", 4, True, math.inf, False),
-    ("faults.spike_sd", 0, False, math.inf, False),
-    ("faults.rollback_after", 0, True, math.inf, False),
-    ("faults.max_rollbacks", 1, True, math.inf, False),
-    ("faults.max_without_targets", 0, True, math.inf, False),
-    ("faults.straggler_ratio", 1, True, math.inf, False),
-    ("logging.every", 1, True, math.inf, False),
-    ("logging.peak_tflops", 0, False, math.inf, False),
-    ("logging.prometheus_port", 0, True, 65535, True),
-    ("train.steps", 1, True, math.inf, False),
-    ("train.tokens", 1, True, math.inf, False),
-    ("parallel.timeout_minutes", 0, False, 1e6, True),
-)
-
-
-MOST = 2**31 - 1
-"""Of anything that is counted, but tokens: what arrays and messages can number."""
-MOST_TOKENS = 10**15
-
-
-def counts_are_possible(c: Case) -> None:
-    """No integer is so large that arithmetic on it means nothing; checked before all that divides or loops."""
-    for name in all_fields():
-        value = value_of(c.cfg, name)
-        most = MOST_TOKENS if name == "train.tokens" else MOST
-        for number in value if isinstance(value, list) else [value]:
-            if isinstance(number, int):
-                end, words = (most, "at most") if number > 0 else (-most, "at least")
-                require(abs(number) <= most, name, value, f"it must be {words} {end:,}", f"the nearest is {end}")
-
-
-def numbers_are_in_range(c: Case) -> None:
-    """Each number lies where it means something."""
-    for name, low, low_ok, high, high_ok in RANGES:
-        value = value_of(c.cfg, name)
-        if value is None:
-            continue
-        above = value >= low if low_ok else value > low
-        below = value <= high if high_ok else value < high
-        words = f"at least {low:g}" if low_ok else f"more than {low:g}"
-        if high < math.inf:
-            words += f" and {'at most' if high_ok else 'less than'} {high:g}"
-        end = low if low_ok and not above else high if high_ok and not below else all_fields()[name].default
-        fix = f"the nearest is {end:g}" if end in (low, high) else f"the default is {end}"
-        require(above and below, name, value, f"it must be {words}", fix)
 
 
 def budget_is_given_once(c: Case) -> None:
@@ -206,7 +136,6 @@ def run_is_a_folder(c: Case) -> None:
 
 
 RULES: tuple[Rule, ...] = (
-    numbers_are_in_range,
     rampup_is_three_numbers,
     budget_is_given_once,
     method_only_needs_parameters,
