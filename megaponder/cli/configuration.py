@@ -10,7 +10,7 @@ from megaponder.config.load import load_config
 from megaponder.config.method_facts import MethodFacts
 from megaponder.config.resolve import resolve
 from megaponder.config.rules import Machine, check
-from megaponder.config.schema import RunConfig
+from megaponder.config.schema import DataConfig, RunConfig
 from megaponder.errors import ConfigError, UserError
 
 
@@ -30,7 +30,7 @@ def planned(
     machine are assumed to be valid if nothing else is needed from them; so are libraries, but not GPU capabilities.
     """
     cfg = load(path, overrides)
-    if cfg.data.train and (cfg.model.vocab_size is None or _is_here(cfg)):
+    if cfg.data.train and (cfg.model.vocab_size is None or _is_here(cfg.data)):
         from megaponder.data.check import check_data, fill_from_data
 
         cfg = fill_from_data(cfg, check_data(cfg))
@@ -40,7 +40,7 @@ def planned(
     from megaponder.ponder.facts import facts_of
     from megaponder.ponder.settings import method_of, use_plugin  # after the file's own mistakes: it imports torch
 
-    use_plugin(cfg)
+    use_plugin(cfg.ponder)
     method = method_of(cfg)
     facts = facts_of(method, cfg.train.seed)
     world_size = cfg.parallel.tensor * cfg.parallel.pipeline if world_size is None else world_size
@@ -49,9 +49,9 @@ def planned(
     return cfg, method, facts, world_size
 
 
-def _is_here(cfg: RunConfig) -> bool:
+def _is_here(data: DataConfig) -> bool:
     """Whether a plan can read the datasets: a laptop often plans for a cluster's."""
     from megaponder.data.blend import parse_blend
 
-    sources = parse_blend(cfg.data.train, "data.train") + parse_blend(cfg.data.valid, "data.valid")
+    sources = parse_blend(data.train, "data.train") + parse_blend(data.valid, "data.valid")
     return all(Path(f"{source.path}.idx").is_file() for source in sources)

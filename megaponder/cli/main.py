@@ -22,6 +22,7 @@ from typing import Any
 from megaponder import __version__
 from megaponder.cli.parser import Parser
 from megaponder.cli.report import ended
+from megaponder.config.declare import RenamedField
 from megaponder.config.fields import sections
 from megaponder.errors import UserError
 
@@ -92,8 +93,21 @@ def _refuse_empty(args: argparse.Namespace) -> None:
             raise UserError(f"megaponder {args.command}: {name.upper()} is empty; is a shell variable unset?")
 
 
+_with_source_line = warnings.formatwarning
+
+
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """A warning about the user's own configuration is one sentence, without the line of code that gave it."""
+    if issubclass(category, RenamedField):
+        return f"Warning: {message}\n"
+    return _with_source_line(message, category, filename, lineno, line)
+
+
 def keep_console_clean() -> None:
     """Suppress libraries' messages about themselves, which users of a command cannot act on."""
+    warnings.formatwarning = _format_warning
     warnings.filterwarnings("ignore", module=r"megatron\.core")  # its deprecations, and missing GPU libraries
     if not sys.stderr.isatty():  # transformers draws a bar while it loads weights; read when tqdm is imported
         os.environ.setdefault("TQDM_DISABLE", "1")

@@ -12,22 +12,19 @@ from megaponder.ponder.settings import embedding_scale, initialisation, method_o
 
 SEEDS = ("train.seed",)
 """What may differ within a group."""
-LEFT_OUT = (
-    "run", "model.preset", "model.embedding_scale", "model.init", "model.init_std", "model.init_output_scale",
-    "data.cache", "data.tokenizer", "train.eval_every", "train.deterministic", "precision.cuda_graphs",
-    "precision.grad_accum_fusion",
-)  # fmt: skip
-"""Fields that name places, or that others settle; what follows from them is compared instead (`_settled`)."""
 SECTIONS_LEFT_OUT = ("ponder", "parallel", "checkpoint", "faults", "logging")
 """The method itself, and what changes no number."""
 
 
 def settings(cfg: RunConfig) -> dict[str, Any]:
-    """All settings of a resolved configuration that a comparison must match, by name."""
+    """All settings of a resolved configuration that a comparison must match, by name.
+
+    A field declares if it is left out, as those are that name places, and those that others settle (`_settled`).
+    """
     fields = {
         name: value_of(cfg, name)
-        for name in all_fields()
-        if name not in LEFT_OUT and name.partition(".")[0] not in SECTIONS_LEFT_OUT
+        for name, field in all_fields().items()
+        if field.declared.compared and name.partition(".")[0] not in SECTIONS_LEFT_OUT
     }
     return fields | _settled(cfg)
 
@@ -35,9 +32,9 @@ def settings(cfg: RunConfig) -> dict[str, Any]:
 def _settled(cfg: RunConfig) -> dict[str, Any]:
     """What the method settles where the configuration says `auto`."""
     method = method_of(cfg)
-    family, std, factor = initialisation(cfg, method)
+    family, std, factor = initialisation(cfg.model, method)
     return {
-        "embedding scale": round(embedding_scale(cfg, method), 6),
+        "embedding scale": round(embedding_scale(cfg.model, method), 6),
         "initialisation": f"{family}, std {std:.4g}, output projections x {factor:.4g}",
     }
 

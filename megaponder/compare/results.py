@@ -159,7 +159,7 @@ def read_run(run: Path) -> Result:
         method=cfg.ponder.method,
         points=points,
         inference=inference_flops(cfg, method, [active[k] for k in sorted(active)]),
-        parameters=model_parameters(cfg, own_parameters(method, cfg.model.num_layers or 0)).total,
+        parameters=model_parameters(cfg.model, own_parameters(method, cfg.model.num_layers or 0)).total,
         depth=last.get("ponder_valid_mean_depth"),
         by_depth=_numbered(last, "ponder_valid_loss_depth") or _by_pass(last),
         bits_per_byte=told[0],

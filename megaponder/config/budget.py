@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
-from megaponder.config.schema import RunConfig
+from megaponder.config.schema import RunConfig, TrainConfig
 
 
-def batch_at(cfg: RunConfig, consumed: int) -> int:
+def batch_at(train: TrainConfig, consumed: int) -> int:
     """Sequences in the step that starts after `consumed` sequences.
 
     The ramp-up [start, increment, sequences] goes from `start` to global_batch in equal parts of `sequences`.
     """
-    full = cfg.train.global_batch
-    if cfg.train.batch_rampup is None:
+    full = train.global_batch
+    if train.batch_rampup is None:
         return full
-    start, increment, length = cfg.train.batch_rampup
+    start, increment, length = train.batch_rampup
     if consumed >= length or start >= full:
         return full
     stages = (full - start) // increment  # increments until the full batch
     return min(full, start + increment * (consumed * stages // length))
 
 
-def sequences_after(cfg: RunConfig, steps: int, consumed: int = 0) -> int:
+def sequences_after(train: TrainConfig, steps: int, consumed: int = 0) -> int:
     """Sequences consumed after `steps` more steps, starting from `consumed` sequences."""
     done = 0
-    while done < steps and batch_at(cfg, consumed) < cfg.train.global_batch:
-        consumed += batch_at(cfg, consumed)
+    while done < steps and batch_at(train, consumed) < train.global_batch:
+        consumed += batch_at(train, consumed)
         done += 1
-    return consumed + (steps - done) * cfg.train.global_batch
+    return consumed + (steps - done) * train.global_batch
 
 
 def steps_for_tokens(cfg: RunConfig, tokens: int, consumed: int = 0) -> int:
     """Smallest number of steps that trains on at least `tokens` tokens, after `consumed` sequences."""
     wanted = consumed - (-tokens // cfg.data.sequence_length)
     steps = 0
-    while consumed < wanted and batch_at(cfg, consumed) < cfg.train.global_batch:
-        consumed += batch_at(cfg, consumed)
+    while consumed < wanted and batch_at(cfg.train, consumed) < cfg.train.global_batch:
+        consumed += batch_at(cfg.train, consumed)
         steps += 1
     return steps + max(0, -(-(wanted - consumed) // cfg.train.global_batch))
 
@@ -54,4 +54,4 @@ def last_step(cfg: RunConfig, step: int, consumed: int, tokens: int) -> int:
 def total_tokens(cfg: RunConfig) -> int:
     """Tokens of the whole run; needs `train.steps` (see `resolve`)."""
     assert cfg.train.steps is not None
-    return sequences_after(cfg, cfg.train.steps) * cfg.data.sequence_length
+    return sequences_after(cfg.train, cfg.train.steps) * cfg.data.sequence_length

@@ -1,4 +1,4 @@
-"""What the configuration tree knows about itself: dotted names, types, defaults and the docstring under each field."""
+"""What the configuration tree knows about itself: the name, type, default, docstring and declaration of each field."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Any, Literal, Union
 
+from megaponder.config.declare import Declaration, declaration, warn_of_rename
 from megaponder.config.schema import RunConfig
 
 FREE = "ponder.options"
@@ -29,6 +30,13 @@ class Field:
     type: Any
     default: Any
     doc: str
+    declared: Declaration
+
+    @property
+    def legal(self) -> str:
+        """Type, range and unit in words: 'an integer, at least 1, in tokens'."""
+        unit = f"in {self.declared.unit}" if self.declared.unit else ""
+        return ", ".join(filter(None, (describe_type(self.type), self.declared.range, unit)))
 
 
 def attribute_docs(cls: type) -> dict[str, str]:
@@ -55,7 +63,7 @@ def _walk(cls: type, prefix: str) -> typing.Iterator[Field]:
             yield from _walk(typing.cast(type, kind), name + ".")
             continue
         default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
-        yield Field(name, kind, default, docs.get(f.name, ""))
+        yield Field(name, kind, default, docs.get(f.name, ""), declaration(f))
 
 
 @lru_cache(maxsize=1)
@@ -76,22 +84,25 @@ def sections() -> dict[str, type]:
     return {name: kind for name, kind in hints.items() if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
 
 
-ALIASES = {
-    "learning_rate": "optimizer.lr", "max_lr": "optimizer.lr", "wd": "optimizer.weight_decay",
-    "min_lr": "schedule.min_lr_fraction", "warmup": "schedule.warmup_fraction",
-    "warmup_steps": "schedule.warmup_fraction",
-    "batch_size": "train.global_batch", "global_batch_size": "train.global_batch", "gbs": "train.global_batch",
-    "micro_batch_size": "train.micro_batch", "mbs": "train.micro_batch", "max_steps": "train.steps",
-    "train_iters": "train.steps", "seq_length": "data.sequence_length", "seq_len": "data.sequence_length",
-    "tp": "parallel.tensor", "pp": "parallel.pipeline", "sp": "parallel.sequence", "bf16": "precision.dtype",
-    "layers": "model.num_layers", "num_hidden_layers": "model.num_layers", "heads": "model.num_heads",
-    "intermediate_size": "model.ffn_size", "head_dim": "model.head_size", "kv_channels": "model.head_size",
-    "normalization": "model.norm", "hidden_act": "model.activation", "activation_function": "model.activation",
-    "qk_layernorm": "model.qk_norm", "attention_bias": "model.qkv_bias", "add_qkv_bias": "model.qkv_bias",
-    "rope_theta": "model.rotary_base", "rms_norm_eps": "model.norm_eps", "tie_word_embeddings": "model.tie_embeddings",
-    "save_interval": "checkpoint.every", "log_interval": "logging.every",
-}  # fmt: skip
-"""Names that other systems use for these fields."""
+@lru_cache(maxsize=1)
+def aliases() -> dict[str, str]:
+    """Names that other systems use, and our fields."""
+    return {alias: f.name for f in all_fields().values() for alias in f.declared.aliases}
+
+
+@lru_cache(maxsize=1)
+def renamed() -> dict[str, str]:
+    """Names of earlier versions, and those of today."""
+    return {old: f.name for f in all_fields().values() for old in f.declared.was}
+
+
+def current_name(old: str) -> str | None:
+    """Today's name of a field that an earlier version called otherwise, with a warning; None where none did."""
+    new = renamed().get(old)
+    if new is not None:
+        warn_of_rename(old, new)
+    return new
+
 
 SPELLINGS = {
     "yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false",
@@ -113,8 +124,8 @@ def nearest(wrong: str, legal: typing.Iterable[str], cutoff: float = 0.6) -> str
         if name.lower() == wrong.lower():
             return name
     section, dot, tail = wrong.rpartition(".")
-    if ALIASES.get(tail) in legal:
-        return ALIASES[tail]
+    if aliases().get(tail) in legal:
+        return aliases()[tail]
     tails = {name.rpartition(".")[2]: name for name in reversed(legal)}
     if tail in tails:
         return tails[tail]

@@ -18,15 +18,18 @@ from typing import Any
 import pydantic
 
 from megaponder.config import yaml_file
+from megaponder.config.declare import refusal_of_both
 from megaponder.config.fields import (
     FREE,
     SPELLINGS,
     accepts,
     all_fields,
     alternatives,
+    current_name,
     describe_type,
     item_type,
     nearest,
+    renamed,
     sections,
 )
 from megaponder.config.model import FEATURES
@@ -49,7 +52,7 @@ def load_config(path: str | os.PathLike[str] | None, overrides: list[str] | None
         data = {}
     if not isinstance(data, Mapping):
         raise ConfigError(str(path), data, "it must contain sections", f"the sections are: {', '.join(sections())}")
-    data = {k: dict(v) if isinstance(v, Mapping) else v for k, v in data.items()}
+    data = _with_current_names(data)
     changes = parse_overrides(overrides or [])
     _refuse_hidden_preset(data, changes)
     for name, value in changes.items():
@@ -88,6 +91,32 @@ def _put(data: dict[str, Any], name: str, value: Any) -> None:
     here[last] = value
 
 
+def _with_current_names(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy in which fields of earlier versions have their present names (`Declaration.was`)."""
+    data = {k: dict(v) if isinstance(v, Mapping) else v for k, v in data.items()}
+    for old in renamed():
+        holder, field = _place(data, old)
+        if field not in holder:
+            continue
+        new, value = current_name(old), holder.pop(field)
+        assert new is not None
+        there, field = _place(data, new)
+        if field in there:
+            raise refusal_of_both(old, new, value)
+        _put(data, new, value)
+        section = old.rpartition(".")[0]
+        if section not in sections() and not holder:
+            del data[section]
+    return data
+
+
+def _place(data: dict[str, Any], name: str) -> tuple[dict[str, Any], str]:
+    """Section and key of a dotted name; an empty section where the data have none."""
+    section, _, field = name.rpartition(".")
+    holder = data.get(section) if section else data
+    return holder if isinstance(holder, dict) else {}, field
+
+
 @lru_cache(maxsize=1)
 def _adapter() -> pydantic.TypeAdapter[RunConfig]:
     return pydantic.TypeAdapter(RunConfig)
@@ -95,6 +124,7 @@ def _adapter() -> pydantic.TypeAdapter[RunConfig]:
 
 def from_mapping(data: Mapping[str, Any]) -> RunConfig:
     """RunConfig of nested plain data; ConfigError for unknown names and wrong types."""
+    data = _with_current_names(data)
     _refuse_unknown(data)
     _refuse_non_values(data)
     try:

@@ -6,75 +6,81 @@ that a configuration leaves out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from megaponder.config.declare import declaration, declare
 
 Family = Literal["pythia", "llama", "gpt2", "qwen3"]
+
+
+def feature(**said: Any) -> Any:
+    """A field that the family fills in; with another value, weights would mean something else unless it says so."""
+    return declare(None, **{"feature": True, "resume": "refused"} | said)
 
 
 @dataclass
 class ModelConfig:
     """The backbone: a preset or a family, and any field of it that should differ."""
 
-    preset: str | None = None
+    preset: str | None = declare(None, compared=False)
     """Named shape, for example pythia-410m or llama-1.4b; `megaponder plan --presets` lists them."""
-    family: Family | None = None
+    family: Family | None = declare(None, resume="refused")
     """Set of features: pythia (GPT-NeoX), llama, gpt2 or qwen3.  Features that are given beside it beat it."""
 
-    num_layers: int | None = None
+    num_layers: int | None = declare(None, ge=1, resume="refused", aliases=("layers", "num_hidden_layers"))
     """Transformer layers in the stack that a pass runs through."""
-    hidden_size: int | None = None
+    hidden_size: int | None = declare(None, ge=1, resume="refused")
     """Width H of the residual stream."""
-    num_heads: int | None = None
+    num_heads: int | None = declare(None, ge=1, resume="refused", aliases=("heads",))
     """Query heads."""
-    num_kv_heads: int | None = None
+    num_kv_heads: int | None = declare(None, ge=1, resume="refused")
     """Key/value heads (grouped-query attention); equal to num_heads unless set."""
-    head_size: int | None = None
+    head_size: int | None = declare(None, ge=1, resume="refused", aliases=("head_dim", "kv_channels"))
     """Channels of a head; hidden_size / num_heads unless set."""
-    ffn_size: int | None = None
+    ffn_size: int | None = declare(None, ge=1, resume="refused", aliases=("intermediate_size",))
     """Width of the MLP."""
-    vocab_size: int | None = None
+    vocab_size: int | None = declare(None, ge=2, resume="refused")
     """True vocabulary size; rows that pad it for tensor parallelism never take part in a softmax."""
-    vocab_multiple: int = 128
+    vocab_multiple: int = declare(128, ge=1, resume="refused", load="free")
     """The embedding table is padded to a multiple of this, whatever the layout, so that checkpoints reshard."""
-    max_positions: int | None = None
+    max_positions: int | None = declare(None, ge=1, unit="tokens")
     """Longest sequence: rows of the table of learned positions, and the limit written into exports."""
 
-    # features: the family fills in those that are None
-    norm: Literal["layernorm", "rmsnorm"] | None = None
+    norm: Literal["layernorm", "rmsnorm"] | None = feature(aliases=("normalization",))
     """Kind of every norm: LayerNorm (with bias) or RMSNorm."""
-    norm_eps: float | None = None
+    norm_eps: float | None = feature(gt=0, resume="warned", load="warned", aliases=("rms_norm_eps",))
     """Epsilon of the norms."""
-    norm_placement: Literal["pre", "sandwich"] | None = None
+    norm_placement: Literal["pre", "sandwich"] | None = feature()
     """pre: x + f(norm(x)) for attention and MLP f; sandwich: x + norm(f(norm(x))), a norm on what is added, too."""
-    qk_norm: Literal["none", "head"] | None = None
+    qk_norm: Literal["none", "head"] | None = feature(aliases=("qk_layernorm",))
     """Norm of queries and keys before RoPE: none, or over the channels of each head (Qwen3)."""
-    activation: Literal["gelu", "gelu_tanh", "swiglu"] | None = None
+    activation: Literal["gelu", "gelu_tanh", "swiglu"] | None = feature(aliases=("hidden_act", "activation_function"))
     """Inside the MLP: exact GELU, its tanh approximation, or SwiGLU (gated, hence three matrices instead of two)."""
-    qkv_bias: bool | None = None
+    qkv_bias: bool | None = feature(aliases=("attention_bias", "add_qkv_bias"))
     """Biases on queries, keys and values."""
-    output_bias: bool | None = None
+    output_bias: bool | None = feature()
     """Bias on the output projection of attention."""
-    mlp_bias: bool | None = None
+    mlp_bias: bool | None = feature()
     """Biases in the MLP."""
-    positions: Literal["rotary", "learned"] | None = None
+    positions: Literal["rotary", "learned"] | None = feature()
     """Rotary embedding of queries and keys (RoPE), or a learned table that is added to the token embeddings."""
-    rotary_fraction: float | None = None
+    rotary_fraction: float | None = feature(gt=0, le=1)
     """Part of each head that is rotated (pythia 0.25, llama 1.0); without effect on learned positions."""
-    rotary_base: float | None = None
+    rotary_base: float | None = feature(gt=0, aliases=("rope_theta",))
     """RoPE theta."""
-    parallel_residual: bool | None = None
+    parallel_residual: bool | None = feature()
     """x + attn(norm1 x) + mlp(norm2 x) instead of two residual steps (pythia)."""
-    tie_embeddings: bool | None = None
+    tie_embeddings: bool | None = feature(aliases=("tie_word_embeddings",))
     """Input embedding and output head share one table."""
 
-    init: Literal["auto", "normal", "trunc_normal"] = "auto"
+    init: Literal["auto", "normal", "trunc_normal"] = declare("auto", compared=False)
     """Initialisation family; auto takes the published one of backbone and method."""
-    init_std: float | None = None
+    init_std: float | None = declare(None, gt=0, compared=False)
     """Standard deviation of matrices and embeddings; auto: 0.02 or 0.01 (normal), sqrt(2/(5H)) (trunc_normal)."""
-    init_output_scale: float | Literal["auto"] = "auto"
+    init_output_scale: float | Literal["auto"] = declare("auto", gt=0, compared=False)
     """Factor on the std of attention-output and MLP-down matrices; auto takes the published one (often 1/sqrt(2L))."""
-    embedding_scale: float | Literal["auto", "none", "sqrt_h", "sqrt_2.5h"] = "auto"
+    embedding_scale: float | Literal["auto", "none", "sqrt_h", "sqrt_2.5h"] = declare("auto", gt=0, compared=False)
     """Factor c on every token embedding that is looked up; auto takes the method's published one."""
 
     @property
@@ -145,11 +151,5 @@ FAMILIES: dict[str, ModelConfig] = {
     "qwen3": replace(_LLAMA, qk_norm="head"),
 }
 """The features of each family."""
-SIZES = (
-    "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "ffn_size", "vocab_size", "vocab_multiple",
-)  # fmt: skip
-"""Fields that give the parameters their shapes."""
-FEATURES = tuple(
-    name for name, value in vars(_LLAMA).items() if value is not None and vars(ModelConfig())[name] is None
-)
+FEATURES = tuple(f.name for f in fields(ModelConfig) if declaration(f).feature)
 """Fields that say what a block computes; every family has a value for each."""

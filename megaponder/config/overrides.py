@@ -6,7 +6,7 @@ import typing
 from typing import Any
 
 from megaponder.config import yaml_file
-from megaponder.config.fields import FREE, Field, accepts, all_fields, nearest, sections
+from megaponder.config.fields import FREE, Field, accepts, all_fields, current_name, nearest, sections
 from megaponder.errors import ConfigError
 
 
@@ -24,6 +24,7 @@ def parse_overrides(words: list[str]) -> dict[str, Any]:
         if not word.startswith("--"):
             raise ConfigError("command line", word, "this value has no field", "write --section.field value")
         name, equals, value = word[2:].partition("=")
+        name = current_name(name) or name
         i += 1
         values = [value] if equals else []
         while not equals and i < len(words) and not words[i].startswith("--"):

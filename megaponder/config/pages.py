@@ -1,4 +1,4 @@
-"""The tables of docs/configuration.md, made from the schema: section by section every field with type and default.
+"""The tables of docs/configuration.md, made from the schema: section by section what every field declares.
 
 python -m megaponder.config.pages docs/configuration.md
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megaponder.config.fields import Field, all_fields, describe_type, sections
+from megaponder.config.fields import Field, all_fields, sections
 from megaponder.config.load import show
 from megaponder.config.presets import PRESETS
 
@@ -17,14 +17,20 @@ MARK = "<!-- Below: made by `python -m megaponder.config.pages docs/configuratio
 
 def row(field: Field) -> str:
     """The page's row for a field."""
-    cells = f"`{field.name}`", describe_type(field.type), f"`{show(field.default)}`", " ".join(field.doc.split())
+    cells = (
+        f"`{field.name}`",
+        field.legal,
+        f"`{show(field.default)}`",
+        field.declared.resume,
+        " ".join(field.doc.split()),
+    )
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def tables() -> str:
     """Markdown of all fields and of the presets."""
     fields = list(all_fields().values())
-    head = ["| field | type | default | meaning |", "|---|---|---|---|"]
+    head = ["| field | legal | default | at resume | meaning |", "|---|---|---|---|---|"]
     text = [*head, *(row(f) for f in fields if "." not in f.name)]
     for name, cls in sections().items():
         text += ["", f"## {name}", "", *(cls.__doc__ or "").strip().splitlines(), "", *head]

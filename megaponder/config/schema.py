@@ -1,4 +1,7 @@
-"""The configuration tree: one dataclass a section, one docstring a field (it becomes the command line's help).
+"""The configuration tree: one dataclass a section.
+
+A field declares its default, its range and whether it may change when a run goes on (`megaponder.config.declare`); the
+docstring under it becomes the command line's help.
 
 Nothing here imports torch.  A field that is `None` is filled from the model preset, the method or another field by
 `megaponder.config.resolve`; after that no field that the run uses is `None`.
@@ -9,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megaponder.config.declare import declare
 from megaponder.config.model import ModelConfig as ModelConfig
 
 
@@ -16,71 +20,72 @@ from megaponder.config.model import ModelConfig as ModelConfig
 class PonderConfig:
     """The pondering method and its options."""
 
-    method: str = "vanilla"
+    method: str = declare("vanilla", resume="refused", load="free")
     """Name of the method; `megaponder plan --methods` lists them with their options."""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = declare({}, resume="warned")
     """Options of the method, for example {steps: 3, topk: 0}; unknown ones are refused."""
     skip_halted: bool = False
-    """Leave halted tokens out of the computation instead of masking them: the same numbers, less work."""
+    """Skip halted tokens in the computation instead of masking them: the same numbers, less work."""
     plugin: str | None = None
-    """Python file or folder with a method of your own; its code is run."""
+    """Python file or folder with your own method; its code is run."""
 
 
 @dataclass
 class DataConfig:
     """Indexed datasets and how they are mixed."""
 
-    train: list[str | float] = field(default_factory=list)
+    train: list[str | float] = declare([], resume="warned")
     """Blend for training: `path` or `weight path ...` (without .bin/.idx).  Weights count sequences; 0: not read."""
-    valid: list[str | float] = field(default_factory=list)
+    valid: list[str | float] = declare([], resume="warned")
     """Blend for validation; empty: the held-out part of `train` given by `split`."""
-    split: str = "969,30,1"
+    split: str = declare("969,30,1", resume="warned")
     """Parts of each dataset's documents for training, validation and test; used when `valid` is empty."""
-    sequence_length: int = 2048
+    sequence_length: int = declare(2048, ge=1, unit="tokens", resume="warned", aliases=("seq_length", "seq_len"))
     """Tokens in a sample."""
-    loss_mask: Literal["plain", "ignore_eod_target", "megatron_eod"] = "ignore_eod_target"
-    """Targets in the loss: all; all but EOD (the papers' rule); all but those whose input is EOD (Megatron's rule)."""
-    eod_id: int | None = None
+    loss_mask: Literal["plain", "ignore_eod_target", "megatron_eod"] = declare("ignore_eod_target", resume="warned")
+    """Targets in the loss: all; all except EOD (the papers' rule); all except those whose input is EOD (Megatron's
+    rule)."""
+    eod_id: int | None = declare(None, resume="warned")
     """End-of-document id; taken from the dataset's JSON when absent."""
-    tokenizer: str | None = None
+    tokenizer: str | None = declare(None, compared=False)
     """Folder or file of the tokenizer (copied into exports); must match the dataset's fingerprint."""
-    cache: str | None = None
+    cache: str | None = declare(None, compared=False)
     """Folder for index caches, shared by ranks and jobs; default: <run>/cache."""
-    shuffle_seed: int | None = None
+    shuffle_seed: int | None = declare(None, ge=0, resume="warned")
     """Seed of the sample order; default: train.seed."""
-    accept_changed: list[str] = field(default_factory=list)
-    """Datasets of the blends that may differ from those of the same names that the checkpoint was trained on."""
-    accept_zeros: list[str] = field(default_factory=list)
-    """Datasets of the blends in which long runs of token id 0 are meant, not parts of a file that was never written."""
+    accept_changed: list[str] = declare([])
+    """Datasets of the blends that may differ from those of the same name that the checkpoint was trained on."""
+    accept_zeros: list[str] = declare([])
+    """Datasets of the blends in which long runs of token id 0 are intended, not regions that were never written."""
 
 
 @dataclass
 class ParallelConfig:
     """The layout.  Data parallel size is world size / (tensor x pipeline)."""
 
-    tensor: int = 1
+    tensor: int = declare(1, ge=1, aliases=("tp",))
     """Tensor-parallel size (TP)."""
-    pipeline: int = 1
+    pipeline: int = declare(1, ge=1, aliases=("pp",))
     """Pipeline-parallel size (PP); passes become virtual stages."""
-    sequence: bool = False
+    sequence: bool = declare(False, aliases=("sp",))
     """Sequence parallelism (SP): norms and residuals sharded over the tensor group."""
     distributed_optimizer: bool = False
     """Shard optimizer state over data-parallel ranks."""
     overlap_grad_reduce: bool = False
-    """Start gradient reduction during backward; passes are not captured as CUDA graphs then."""
+    """Start gradient reduction during backward; passes are then not captured as CUDA graphs."""
     overlap_param_gather: bool = False
     """Gather parameters during the next forward (needs distributed_optimizer)."""
-    microbatch_group: int | None = None
+    microbatch_group: int | None = declare(None, ge=1)
     """Micro-batches that run through one pass before the next pass starts (N of the interleaved schedule)."""
     recompute: Literal["none", "layer"] = "none"
     """Activation recompute: keep everything, or only the input of each layer."""
-    recompute_layers: int | None = None
-    """With recompute: layer, only the first so many layers of each pipeline stage; default: all."""
-    recompute_passes: int | None = None
-    """With recompute: layer, only the first so many passes, whose activations are kept longest; default: all."""
+    recompute_layers: int | None = declare(None, ge=1)
+    """With recompute: layer, only this many first layers of each pipeline stage; default: all."""
+    recompute_passes: int | None = declare(None, ge=1)
+    """With recompute: layer, only this many first passes, whose activations are kept longest; default: all."""
     deallocate_pipeline_outputs: bool | None = None
     """Free a stage's output once sent; default: on with NCCL, off with gloo (where it corrupts numbers)."""
-    timeout_minutes: float = 10.0
+    timeout_minutes: float = declare(10.0, gt=0, le=10**6, unit="minutes")
     """Time after which a collective that has not completed ends the run."""
 
 
@@ -88,92 +93,94 @@ class ParallelConfig:
 class PrecisionConfig:
     """Number formats and kernels."""
 
-    dtype: Literal["fp32", "bf16"] = "fp32"
+    dtype: Literal["fp32", "bf16"] = declare("fp32", resume="warned", aliases=("bf16",))
     """Format of parameters and activations; bf16 keeps FP32 master weights, gradients and optimizer state."""
-    fp8: Literal["none", "delayed", "current", "blockwise"] = "none"
+    fp8: Literal["none", "delayed", "current", "blockwise"] = declare("none", resume="warned")
     """FP8 recipe of the linear layers (Transformer Engine; compute capability 8.9 or newer, for blockwise 9.0)."""
     implementation: Literal["auto", "local", "te"] = "auto"
-    """Layers: PyTorch (local), Transformer Engine (te), or te where it is installed and a GPU is present (auto)."""
-    fp8_bf16_layers: int = 0
+    """Layers: PyTorch (local), Transformer Engine (te), or te if it is installed and a GPU is present (auto)."""
+    fp8_bf16_layers: int = declare(0, ge=0, unit="layers")
     """First and last layers of the model that stay in BF16."""
-    fp8_canary: float = 0.1
-    """Bound of the start-up comparison with BF16: relative difference of the loss; 0 skips it."""
-    grad_accum_fusion: bool | Literal["auto"] = "auto"
-    """GEMMs add weight gradients to the FP32 buffers; auto: where Transformer Engine or NVIDIA apex's kernel exists."""
-    cuda_graphs: bool | Literal["auto"] = "auto"
-    """Capture passes as CUDA graphs; auto: on a GPU where they fit, without overlapped reduction or gathering."""
+    fp8_canary: float = declare(0.1, ge=0)
+    """Bound on the relative difference of the loss in the start-up comparison with BF16; 0 skips it."""
+    grad_accum_fusion: bool | Literal["auto"] = declare("auto", compared=False)
+    """GEMMs add weight gradients to the FP32 buffers; auto: if Transformer Engine or NVIDIA apex's kernel exists."""
+    cuda_graphs: bool | Literal["auto"] = declare("auto", compared=False)
+    """Capture passes as CUDA graphs; auto: on a GPU if they fit, without overlapped reduction or gathering."""
 
 
 @dataclass
 class OptimizerConfig:
     """AdamW."""
 
-    lr: float = 3e-4
+    lr: float = declare(3e-4, gt=0, le=1, resume="warned", aliases=("learning_rate", "max_lr"))
     """Peak learning rate."""
-    beta1: float = 0.9
+    beta1: float = declare(0.9, ge=0, lt=1, resume="warned")
     """Decay of the first moment."""
-    beta2: float = 0.95
+    beta2: float = declare(0.95, ge=0, lt=1, resume="warned")
     """Decay of the second moment."""
-    eps: float = 1e-8
+    eps: float = declare(1e-8, gt=0, lt=1, resume="warned")
     """Added to the root of the second moment."""
-    weight_decay: float = 0.1
+    weight_decay: float = declare(0.1, ge=0, lt=1, resume="warned", aliases=("wd",))
     """Decoupled decay of matrices and embeddings; biases and norms are never decayed."""
-    clip_grad: float = 1.0
-    """Largest global gradient norm; 0 switches clipping off."""
+    clip_grad: float = declare(1.0, ge=0, resume="warned")
+    """Largest global gradient norm; 0 disables clipping."""
 
 
 @dataclass
 class ScheduleConfig:
     """Learning rate over training."""
 
-    kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """Shape after warm-up; wsd stays constant and falls linearly over the last decay_fraction."""
-    warmup_fraction: float = 0.01
-    """Part of the budget spent on linear warm-up."""
-    min_lr_fraction: float = 0.1
-    """Floor as a part of the peak."""
-    decay_fraction: float = 0.1
-    """Length of the final fall of wsd, as a part of the budget."""
+    kind: Literal["cosine", "linear", "constant", "wsd"] = declare("cosine", resume="warned")
+    """Shape after warm-up; wsd stays constant and decays linearly over the last decay_fraction."""
+    warmup_fraction: float = declare(0.01, ge=0, lt=1, resume="warned", aliases=("warmup", "warmup_steps"))
+    """Fraction of the budget spent on linear warm-up."""
+    min_lr_fraction: float = declare(0.1, ge=0, le=1, resume="warned", aliases=("min_lr",))
+    """Floor as a fraction of the peak."""
+    decay_fraction: float = declare(0.1, ge=0, le=1, resume="warned")
+    """Length of wsd's final decay, as a fraction of the budget."""
 
 
 @dataclass
 class TrainConfig:
     """Budget, batch and evaluation."""
 
-    steps: int | None = None
-    """Optimizer steps; give this or tokens."""
-    tokens: int | None = None
-    """Token budget; rounded up to whole steps."""
-    global_batch: int = 256
+    steps: int | None = declare(None, ge=1, resume="warned", aliases=("max_steps", "train_iters"))
+    """Optimizer steps; set this or tokens."""
+    tokens: int | None = declare(None, ge=1, le=10**15, resume="warned")
+    """Token budget; rounded up to full steps."""
+    global_batch: int = declare(
+        256, ge=1, unit="sequences", resume="warned", aliases=("batch_size", "global_batch_size", "gbs")
+    )
     """Sequences per optimizer step over all ranks."""
-    micro_batch: int = 1
+    micro_batch: int = declare(1, ge=1, unit="sequences", aliases=("micro_batch_size", "mbs"))
     """Sequences that one rank runs at a time."""
-    batch_rampup: list[int] | None = None
-    """[start, increment, sequences]: begin with `start` sequences a step, reach global_batch after `sequences`."""
-    eval_every: int = 1000
+    batch_rampup: list[int] | None = declare(None, resume="warned")
+    """[start, increment, sequences]: start with `start` sequences per step, reach global_batch after `sequences`."""
+    eval_every: int = declare(1000, ge=0, unit="steps", compared=False)
     """Steps between evaluations; 0: only at the end."""
-    eval_batches: int = 10
-    """Global batches in an evaluation; 0 switches evaluation off."""
-    method_only_steps: int = 0
-    """First steps in which only the method's own parameters (gates, routers) change, before all of them do."""
-    seed: int = 1234
+    eval_batches: int = declare(10, ge=0, unit="batches")
+    """Global batches in an evaluation; 0 disables evaluation."""
+    method_only_steps: int = declare(0, ge=0, unit="steps")
+    """Number of first steps in which only the method's own parameters (gates, routers) are trained."""
+    seed: int = declare(1234, ge=0, resume="warned")
     """Seed of initialisation, data order and the method's random plan."""
-    deterministic: bool = False
-    """Ask PyTorch for deterministic kernels."""
+    deterministic: bool = declare(False, compared=False)
+    """Use PyTorch's deterministic kernels."""
 
 
 @dataclass
 class CheckpointConfig:
     """Saving and resuming."""
 
-    every: int = 1000
+    every: int = declare(1000, ge=0, unit="steps", aliases=("save_interval",))
     """Steps between checkpoints; 0: only at the end."""
-    keep_last: int = 3
-    """Newest checkpoints that are kept."""
-    keep_every: int = 0
+    keep_last: int = declare(3, ge=1, unit="checkpoints")
+    """Number of newest checkpoints to keep."""
+    keep_every: int = declare(0, ge=0, unit="steps")
     """Checkpoints whose step is a multiple of this are kept forever; 0: none."""
     asynchronous: bool = False
-    """Write in the background while training goes on."""
+    """Write in the background while training continues."""
     resume: Literal["auto", "never", "must"] = "auto"
     """Continue from the newest complete checkpoint of the run folder: if there is one, never, or fail without one."""
     load: str | None = None
@@ -182,27 +189,27 @@ class CheckpointConfig:
 
 @dataclass
 class FaultsConfig:
-    """What happens when numbers or ranks go wrong; see docs/faults.md."""
+    """What happens on bad losses or gradients and on failures of ranks; see docs/faults.md."""
 
     not_finite: Literal["stop", "skip"] = "stop"
     """A loss or gradient norm that is NaN or infinite: stop the run, or skip the step's update."""
     spike: Literal["ignore", "skip"] = "ignore"
-    """A loss or gradient norm far above the last ones: take the step, or skip its update."""
-    spike_window: int = 128
-    """Last steps whose mean and standard deviation say what a spike is; half of them must be there."""
-    spike_sd: float = 6.0
-    """Standard deviations above the mean from which on a value is a spike."""
-    rollback_after: int = 0
+    """A loss or gradient norm far above recent ones: take the step, or skip its update."""
+    spike_window: int = declare(128, ge=4, unit="steps")
+    """Number of recent steps whose mean and standard deviation define a spike; at least half of them must be known."""
+    spike_sd: float = declare(6.0, gt=0, unit="standard deviations")
+    """Standard deviations above the mean at which a value is a spike."""
+    rollback_after: int = declare(0, ge=0, unit="steps")
     """Skipped steps in a row after which the run goes back to its last checkpoint; 0: never."""
-    max_rollbacks: int = 2
+    max_rollbacks: int = declare(2, ge=1)
     """Times that a run goes back to the same checkpoint before it stops."""
     skip_data: bool = False
-    """After going back, leave out the sequences of the skipped steps."""
-    max_without_targets: int = 8
-    """Steps, or evaluations, in a row in which no target counts; one more stops the run."""
-    hang_minutes: float | None = None
+    """After a rollback, skip the sequences of the skipped steps."""
+    max_without_targets: int = declare(8, ge=0)
+    """Allowed consecutive steps, or evaluations, in which no target counts; one more stops the run."""
+    hang_minutes: float | None = declare(None, gt=0, unit="minutes")
     """Time without progress after which the stalled rank is named; default: half of parallel.timeout_minutes."""
-    straggler_ratio: float = 1.25
+    straggler_ratio: float = declare(1.25, ge=1)
     """A node whose steps take this many times the median of all nodes is reported."""
 
 
@@ -210,7 +217,7 @@ class FaultsConfig:
 class LoggingConfig:
     """What is written while training."""
 
-    every: int = 10
+    every: int = declare(10, ge=1, unit="steps", aliases=("log_interval",))
     """Steps between console lines and metric rows."""
     tensorboard: bool = True
     """Write TensorBoard events to <run>/tensorboard."""
@@ -218,13 +225,13 @@ class LoggingConfig:
     """Weights & Biases mode."""
     wandb_project: str = "megaponder"
     """Weights & Biases project."""
-    peak_tflops: float | None = None
-    """Peak TFLOP/s of one device for MFU; default: known GPUs by name, else MFU is not shown."""
-    profile_steps: list[int] = field(default_factory=list)
+    peak_tflops: float | None = declare(None, gt=0, unit="TFLOP/s")
+    """Peak TFLOP/s of one device for MFU; default: known GPUs by name, otherwise MFU is not shown."""
+    profile_steps: list[int] = declare([])
     """First and last step to profile, counted from this start (1: its first step); empty: none.  --profile: [4, 5]."""
-    profile_ranks: list[int] = field(default_factory=lambda: [0])
-    """Ranks that are profiled."""
-    prometheus_port: int = 0
+    profile_ranks: list[int] = declare([0])
+    """Ranks to profile."""
+    prometheus_port: int = declare(0, ge=0, le=65535)
     """Port of /metrics and /health, served by the first process of each node; 0: no endpoint."""
     prometheus_host: str = "127.0.0.1"
     """Address that the endpoint binds to; 0.0.0.0 lets other machines scrape it."""
@@ -234,7 +241,7 @@ class LoggingConfig:
 class RunConfig:
     """One run: everything that `megaponder train` needs."""
 
-    run: str = "runs/default"
+    run: str = declare("runs/default", compared=False)
     """Run folder: resolved config, checkpoints, metrics."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Backbone."""

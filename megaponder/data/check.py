@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
-from megaponder.config.schema import RunConfig
+from megaponder.config.schema import DataConfig, RunConfig
 from megaponder.data.blend import Source, parse_blend, split_ranges
 from megaponder.data.identity import Identity, identify_all, refuse_unwritten
 from megaponder.data.indexed import Index, read_index
@@ -59,14 +59,14 @@ class Opened:
     meta: DatasetMeta | None
 
 
-def open_data(cfg: RunConfig) -> dict[str, Opened]:
+def open_data(data: DataConfig) -> dict[str, Opened]:
     """Every dataset that the blends read, by path.
 
     UserError for a missing or damaged file, and for one with a region that was never written (data.accept_zeros).
     """
     opened: dict[str, Opened] = {}
-    accepted = {os.path.normpath(path) for path in cfg.data.accept_zeros}
-    for source in parse_blend(cfg.data.train, "data.train") + parse_blend(cfg.data.valid, "data.valid"):
+    accepted = {os.path.normpath(path) for path in data.accept_zeros}
+    for source in parse_blend(data.train, "data.train") + parse_blend(data.valid, "data.valid"):
         if source.path not in opened:
             index = read_index(source.path)
             opened[source.path] = Opened(index, read_meta(index))
@@ -105,8 +105,7 @@ def _same_tokenizer(opened: dict[str, Opened]) -> DatasetMeta | None:
     return first[1] if first else None
 
 
-def _vocab_size(cfg: RunConfig, meta: DatasetMeta | None, opened: dict[str, Opened]) -> int:
-    size = cfg.model.vocab_size
+def _vocab_size(size: int | None, meta: DatasetMeta | None, opened: dict[str, Opened]) -> int:
     if size is None:
         if meta is None:
             raise ConfigError(
@@ -126,16 +125,16 @@ def _vocab_size(cfg: RunConfig, meta: DatasetMeta | None, opened: dict[str, Open
     return size
 
 
-def _eod_id(cfg: RunConfig, meta: DatasetMeta | None, vocab_size: int) -> int | None:
-    wanted, eod = cfg.data.eod_id, meta.eod_id if meta else None
+def _eod_id(data: DataConfig, meta: DatasetMeta | None, vocab_size: int) -> int | None:
+    wanted, eod = data.eod_id, meta.eod_id if meta else None
     if wanted is not None and eod is not None and wanted != eod:
         raise ConfigError("data.eod_id", wanted, f"the datasets end documents with {eod}", f"omit it or use {eod}")
     eod = eod if wanted is None else wanted
-    if eod is None and cfg.data.loss_mask != "plain":
+    if eod is None and data.loss_mask != "plain":
         raise ConfigError(
             "data.eod_id",
             None,
-            f"loss_mask {cfg.data.loss_mask} requires it and the datasets do not say what it is",
+            f"loss_mask {data.loss_mask} requires it and the datasets do not say what it is",
             "set data.eod_id, or data.loss_mask to plain",
         )
     if eod is not None and not 0 <= eod < vocab_size:
@@ -163,16 +162,16 @@ def _facts(sources: list[Source], opened: dict[str, Opened], split: str | None, 
     return facts
 
 
-def _check_tokenizer(cfg: RunConfig, meta: DatasetMeta | None) -> None:
-    if cfg.data.tokenizer is None or meta is None:
+def _check_tokenizer(path: str | None, meta: DatasetMeta | None) -> None:
+    if path is None or meta is None:
         return
     from megaponder.data.tokenizer import load_tokenizer  # imported here: the tokenizer libraries are slow to import
 
-    found = load_tokenizer(cfg.data.tokenizer).fingerprint
+    found = load_tokenizer(path).fingerprint
     if found != meta.tokenizer_fingerprint:
         raise ConfigError(
             "data.tokenizer",
-            cfg.data.tokenizer,
+            path,
             f"the datasets were made with another tokenizer ({meta.tokenizer}, {meta.tokenizer_fingerprint[:12]}, not "
             f"{found[:12]})",
             f"use {meta.tokenizer}, or prepare the datasets again",
@@ -189,11 +188,11 @@ def check_data(cfg: RunConfig, opened: dict[str, Opened] | None = None) -> DataF
     if not train:
         raise ConfigError("data.train", [], "there is nothing to train on", "set it to the path of a prepared dataset")
     valid = parse_blend(cfg.data.valid, "data.valid")
-    opened = open_data(cfg) if opened is None else opened
+    opened = open_data(cfg.data) if opened is None else opened
     meta = _same_tokenizer(opened)
-    vocab_size = _vocab_size(cfg, meta, opened)
-    eod_id = _eod_id(cfg, meta, vocab_size)
-    _check_tokenizer(cfg, meta)
+    vocab_size = _vocab_size(cfg.model.vocab_size, meta, opened)
+    eod_id = _eod_id(cfg.data, meta, vocab_size)
+    _check_tokenizer(cfg.data.tokenizer, meta)
     evaluates = cfg.train.eval_batches > 0
     split = None if valid else cfg.data.split
     valid_facts = _facts(valid or train, opened, split, 1) if evaluates else []

@@ -176,7 +176,7 @@ def build_streams(
     Every rank calls this; no rank waits for another except through the index cache's file lock.
     Raises what `check_data` raises, and UserError if the cache folder cannot be used.
     """
-    opened = open_data(cfg) if opened is None else opened
+    opened = open_data(cfg.data) if opened is None else opened
     facts = check_data(cfg, opened)
     train, valid = _datasets(cfg, facts, opened, train_sequences, valid_sequences)
     rest = (cfg.data.loss_mask, facts.eod_id, facts.vocab_size)

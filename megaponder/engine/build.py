@@ -20,9 +20,9 @@ from megaponder.ponder.settings import embedding_scale, initialisation
 
 def build_stage(cfg: RunConfig, method: Method, groups: Groups) -> PonderStage:
     """This rank's parameters, initialised: the same weights in every layout."""
-    stage = PonderStage(cfg, method, groups, embedding_scale(cfg, method))
+    stage = PonderStage(cfg, method, groups, embedding_scale(cfg.model, method))
     stage.to(device=groups.device, dtype=dtype_of(cfg.precision))
-    kind, std, factor = initialisation(cfg, method)
+    kind, std, factor = initialisation(cfg.model, method)
     initialise(
         stage,
         seed=cfg.train.seed,

@@ -41,7 +41,7 @@ def check_fields_known() -> None:
 
 def scale_of(cfg: RunConfig) -> float:
     """The factor on token embeddings as a number."""
-    return embedding_scale(cfg, method_of(cfg))
+    return embedding_scale(cfg.model, method_of(cfg))
 
 
 def native_format(cfg: RunConfig) -> tuple[str | None, str]:
@@ -70,11 +70,11 @@ def _what_is_lost(m: ModelConfig, form: Format) -> str:
     return ""
 
 
-def _common(cfg: RunConfig, dtype: str, eos: int | None) -> dict[str, Any]:
+def _common(model: ModelConfig, dtype: str, eos: int | None) -> dict[str, Any]:
     # documents are separated by one EOD: it precedes every text, so it is also the BOS
     return {
         "dtype": dtype,
-        "initializer_range": cfg.model.init_std or 0.02,
+        "initializer_range": model.init_std or 0.02,
         "use_cache": True,
         "bos_token_id": eos,
         "eos_token_id": eos,
@@ -108,7 +108,7 @@ def ponder_config(cfg: RunConfig, dtype: str, eos: int | None) -> dict[str, Any]
         "embedding_scale": scale_of(cfg),
         **form.config_fields,
         **_mapped(cfg.model, PONDER_FIELDS),
-        **_common(cfg, dtype, eos),
+        **_common(cfg.model, dtype, eos),
     }
 
 
@@ -117,7 +117,7 @@ def native_config(cfg: RunConfig, kind: str, dtype: str, eos: int | None) -> dic
     check_fields_known()
     m, form = cfg.model, FORMATS[kind]
     out: dict[str, Any] = {"model_type": kind, "architectures": [form.architecture]}
-    out |= _mapped(m, {ours: theirs for theirs, ours in form.taken.items()}) | _common(cfg, dtype, eos)
+    out |= _mapped(m, {ours: theirs for theirs, ours in form.taken.items()}) | _common(m, dtype, eos)
     out |= {name: legal[0] for name, legal in form.required.items()} | dict.fromkeys(form.without_dropout, 0.0)
     if form.rotary:  # newer releases of transformers read this, older ones the fields beside it
         out["rope_parameters"] = {"rope_type": "default", "rope_theta": m.rotary_base}

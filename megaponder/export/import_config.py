@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from megaponder.config.load import from_mapping
-from megaponder.config.model import SIZES
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import DataConfig, PonderConfig, RunConfig
 from megaponder.errors import ConfigError, UserError
@@ -15,7 +14,7 @@ from megaponder.export.folder import has_tokenizer
 from megaponder.export.hf_fields import model_config
 from megaponder.ponder.settings import check_shape
 
-MUST = {"family", *SIZES} - {"head_size", "vocab_multiple"}
+MUST = {"family", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "vocab_size"}
 """Fields of the model section that every folder with a modelling file has."""
 
 

@@ -98,7 +98,7 @@ def _one_pass(cfg: RunConfig) -> RunConfig:
     from megaponder.ponder.settings import embedding_scale
 
     out = _changed(cfg, "vanilla", {})
-    out.model.embedding_scale = embedding_scale(cfg, method_of(cfg))
+    out.model.embedding_scale = embedding_scale(cfg.model, method_of(cfg))
     return out
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 
 from megaponder.config import launcher
-from megaponder.config.schema import RunConfig
+from megaponder.config.schema import LoggingConfig, RunConfig
 from megaponder.monitor import registry
 from megaponder.monitor.identity import Identity, build_info, labels
 from megaponder.monitor.row import Row
@@ -14,9 +14,9 @@ from megaponder.monitor.samples import Samples
 from megaponder.monitor.server import Endpoint
 
 
-def wanted(cfg: RunConfig) -> bool:
+def wanted(logging: LoggingConfig) -> bool:
     """Whether this process serves: the first of its node, if a port is configured."""
-    return cfg.logging.prometheus_port > 0 and launcher.place().local_rank == 0
+    return logging.prometheus_port > 0 and launcher.place().local_rank == 0
 
 
 class Exporter:

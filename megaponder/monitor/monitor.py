@@ -37,7 +37,7 @@ class Monitor:
 
         `who` comes from the rank that counted this start; a monitor on its own counts it itself.
         """
-        if exporter.wanted(self.cfg):
+        if exporter.wanted(self.cfg.logging):
             made = exporter.start(self.cfg, who or identity.start(self._run), step, self.total)
             if isinstance(made, str):
                 print(f"warning: {made}", flush=True)  # this rank may not be one that logs

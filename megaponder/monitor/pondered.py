@@ -55,17 +55,17 @@ class Pondered:
     def _text(self, token: int) -> str:
         """The token as text; its id if the run's tokenizer is not known."""
         if self._words is None:
-            self._words = _tokenizer(self._cfg) or ()
+            self._words = _tokenizer(self._cfg.data.tokenizer) or ()
         return f"{token}" if self._words == () else self._words.decode([token])
 
 
-def _tokenizer(cfg: RunConfig) -> Any:
+def _tokenizer(path: str | None) -> Any:
     from megaponder.data.tokenizer import load_tokenizer
     from megaponder.errors import UserError
 
-    if cfg.data.tokenizer is None:
+    if path is None:
         return None
     try:
-        return load_tokenizer(cfg.data.tokenizer)
+        return load_tokenizer(path)
     except UserError:  # moved away since: ids will do
         return None

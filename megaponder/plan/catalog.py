@@ -26,7 +26,7 @@ def print_presets(console: Console) -> None:
     table = _table(("preset", False), *((n, True) for n in numbers))
     for name, p in PRESETS.items():
         cfg = resolve(from_mapping({"model": {"preset": name}}))
-        total = model_parameters(cfg).total
+        total = model_parameters(cfg.model).total
         shape = (p.num_layers, p.hidden_size, p.num_heads, p.ffn_size, p.vocab_size, p.max_positions, f"{p.norm_eps:g}")
         table.add_row(name, *(str(x) for x in shape), f"{total / 1e6:,.1f} M" if total >= 1e6 else f"{total:,}")
     console.print(table)

@@ -14,7 +14,7 @@ from megaponder.config.in_flight import in_flight
 from megaponder.config.method_facts import MethodFacts, OwnParameters, PassLike
 from megaponder.config.recompute import recomputed_layers
 from megaponder.config.rules.layout import choose_group
-from megaponder.config.schema import RunConfig
+from megaponder.config.schema import ParallelConfig, PrecisionConfig, RunConfig
 from megaponder.plan.layer import attention_bytes, mlp_elements, norms_bytes, pre_norms_bytes
 from megaponder.plan.parameters import NONE, Parameters, rank_parameters
 
@@ -42,9 +42,9 @@ class Memory:
         return sum(getattr(self, f.name) for f in fields(self))
 
 
-def element_bytes(cfg: RunConfig) -> int:
+def element_bytes(precision: PrecisionConfig) -> int:
     """Bytes of a parameter and of an activation."""
-    return 2 if cfg.precision.dtype == "bf16" else 4
+    return 2 if precision.dtype == "bf16" else 4
 
 
 def layer_activations(cfg: RunConfig, rows: int, te: bool = False, active: float = 1.0) -> float:
@@ -53,7 +53,7 @@ def layer_activations(cfg: RunConfig, rows: int, te: bool = False, active: float
     Without recompute; a layer that is recomputed keeps its input (`layer_input`).  Where a gathered pass computes only
     a share `active` of the rows, attention still keeps all of them, and its active outputs once more.
     """
-    model, e, tp = cfg.model, element_bytes(cfg), cfg.parallel.tensor
+    model, e, tp = cfg.model, element_bytes(cfg.precision), cfg.parallel.tensor
     assert model.hidden_size and model.num_heads and model.ffn_size
     attention = attention_bytes(model, e, te)
     log_sums = 4 * model.num_heads  # FP32, of the fused attention
@@ -64,12 +64,12 @@ def layer_activations(cfg: RunConfig, rows: int, te: bool = False, active: float
     if active < 1.0:
         inner = attention + active * (inner - attention + model.query_width * e)
         norms *= active
-    return rows * (norms / _sequence_shards(cfg) + inner / tp)
+    return rows * (norms / _sequence_shards(cfg.parallel) + inner / tp)
 
 
-def _sequence_shards(cfg: RunConfig) -> int:
+def _sequence_shards(parallel: ParallelConfig) -> int:
     """Ranks over which the rows outside attention and MLP are split."""
-    return cfg.parallel.tensor if cfg.parallel.sequence else 1
+    return parallel.tensor if parallel.sequence else 1
 
 
 def rank_memory(
@@ -80,7 +80,7 @@ def rank_memory(
 
     `active`: the share of rows that each pass computes where halted tokens are skipped; without it nobody has halted.
     """
-    par, model, e = cfg.parallel, cfg.model, element_bytes(cfg)
+    par, model, e = cfg.parallel, cfg.model, element_bytes(cfg.precision)
     assert model.num_layers and model.hidden_size
     dp = max(1, world_size // (par.tensor * par.pipeline))
     m = max(1, cfg.train.global_batch // (cfg.train.micro_batch * dp))
@@ -117,7 +117,7 @@ def rank_memory(
             # each keeps its probabilities; captured, it has room of its own for the gradient's two steps besides
             vocabulary += tokens * columns * e * mixing * flight * (3 if _captured(cfg, te) else 1)
     return Memory(
-        weights=held.total * e + _fp8_copies(cfg, held),
+        weights=held.total * e + _fp8_copies(cfg.precision, held),
         gradients=held.total * 4,
         optimizer=_optimizer(cfg, held, dp),
         activations=int(activations),
@@ -149,14 +149,14 @@ def settle_graphs(
 
 def _working(cfg: RunConfig, rows: int) -> float:
     """Bytes that a layer's backward takes for a while: gradients inside the MLP, and of its input and output."""
-    model, e, tp = cfg.model, element_bytes(cfg), cfg.parallel.tensor
+    model, e, tp = cfg.model, element_bytes(cfg.precision), cfg.parallel.tensor
     assert model.hidden_size
-    return rows * e * (mlp_elements(model) / tp + 2 * model.hidden_size / _sequence_shards(cfg))
+    return rows * e * (mlp_elements(model) / tp + 2 * model.hidden_size / _sequence_shards(cfg.parallel))
 
 
 def layer_input(cfg: RunConfig, rows: int) -> float:
     """Bytes that a recomputed layer keeps: the hidden states of its rows on one rank."""
-    return rows * (cfg.model.hidden_size or 0) * element_bytes(cfg) / _sequence_shards(cfg)
+    return rows * (cfg.model.hidden_size or 0) * element_bytes(cfg.precision) / _sequence_shards(cfg.parallel)
 
 
 def _pass_activations(
@@ -165,14 +165,15 @@ def _pass_activations(
     """One pass of one micro-batch through a stage: its layers, and the norm where rows are read."""
     whole = (layers - recomputed) * layer_activations(cfg, rows, te, active) + recomputed * layer_input(cfg, rows)
     if read:
-        whole += rows * pre_norms_bytes(cfg.model, element_bytes(cfg), te) / 2 / _sequence_shards(cfg)
+        norms = pre_norms_bytes(cfg.model, element_bytes(cfg.precision), te)
+        whole += rows * norms / 2 / _sequence_shards(cfg.parallel)
     return whole
 
 
 def _kept(cfg: RunConfig, rows: int, te: bool) -> float:
     """Keys and values that a layer merges for the next pass, and on a GPU the place of their gradients (graphs)."""
-    model = cfg.model
-    return rows * model.key_width * element_bytes(cfg) * (4 if _captured(cfg, te) else 2) / cfg.parallel.tensor
+    e, copies = element_bytes(cfg.precision), 4 if _captured(cfg, te) else 2
+    return rows * cfg.model.key_width * e * copies / cfg.parallel.tensor
 
 
 def _captured(cfg: RunConfig, te: bool) -> bool:
@@ -181,9 +182,9 @@ def _captured(cfg: RunConfig, te: bool) -> bool:
     return te and bool(cfg.precision.cuda_graphs) and not overlap
 
 
-def _fp8_copies(cfg: RunConfig, held: Parameters) -> int:
+def _fp8_copies(precision: PrecisionConfig, held: Parameters) -> int:
     """FP8 weights, plain and transposed, which Transformer Engine keeps beside the BF16 ones."""
-    return 2 * (held.attention + held.mlp) if cfg.precision.fp8 != "none" else 0
+    return 2 * (held.attention + held.mlp) if precision.fp8 != "none" else 0
 
 
 def _optimizer(cfg: RunConfig, held: Parameters, dp: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from megaponder.config.method_facts import MethodFacts, OwnParameters
-from megaponder.config.schema import RunConfig
+from megaponder.config.schema import ModelConfig, RunConfig
 from megaponder.plan.layer import layer_parameters, norm_parameters
 
 NONE = OwnParameters()
@@ -35,11 +35,11 @@ class Parameters:
         return sum(getattr(self, f.name) for f in fields(self))
 
 
-def model_parameters(cfg: RunConfig, own: OwnParameters = NONE, padded: bool = False) -> Parameters:
+def model_parameters(model: ModelConfig, own: OwnParameters = NONE, padded: bool = False) -> Parameters:
     """The whole model, with the true vocabulary or with the padded table of training."""
-    assert cfg.model.num_layers and cfg.model.vocab_size
-    rows = cfg.model.padded_vocab if padded else cfg.model.vocab_size
-    return _parts(cfg, 1, cfg.model.num_layers, rows, first=True, last=True, method=own.on(slice(None), True, True))
+    assert model.num_layers and model.vocab_size
+    rows = model.padded_vocab if padded else model.vocab_size
+    return _parts(model, 1, model.num_layers, rows, first=True, last=True, method=own.on(slice(None), True, True))
 
 
 def rank_parameters(cfg: RunConfig, facts: MethodFacts, stage: int, own: OwnParameters = NONE) -> Parameters:
@@ -50,13 +50,13 @@ def rank_parameters(cfg: RunConfig, facts: MethodFacts, stage: int, own: OwnPara
     rows = cfg.model.padded_vocab // tp
     layers = cfg.model.num_layers // pp
     method = own.on(slice(stage * layers, (stage + 1) * layers), first, last)
-    parts = _parts(cfg, tp, layers, rows, first, last, method)
+    parts = _parts(cfg.model, tp, layers, rows, first, last, method)
     copied = last and not first and (facts.mixes_vocabulary or bool(cfg.model.tie_embeddings))
     return _with(parts, copies=rows * (cfg.model.hidden_size or 0) if copied else 0)
 
 
-def _parts(cfg: RunConfig, tp: int, layers: int, rows: int, first: bool, last: bool, method: int) -> Parameters:
-    model, one = cfg.model, layer_parameters(cfg.model, tp)
+def _parts(model: ModelConfig, tp: int, layers: int, rows: int, first: bool, last: bool, method: int) -> Parameters:
+    one = layer_parameters(model, tp)
     h = model.hidden_size or 0
     return Parameters(
         embedding=rows * h if first else 0,

@@ -26,6 +26,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from megaponder.config.declare import declare
 from megaponder.config.presets import NEOX_RECIPE
 from megaponder.decoding.window import Window
 from megaponder.errors import UserError
@@ -341,8 +342,7 @@ MOST_PASSES = 1000
 
 def pass_count(default: int) -> int:
     """An option that counts passes or slots: a field of `Options` with that default, of at most `MOST_PASSES`."""
-    made: int = field(default=default, metadata={"most": MOST_PASSES})
-    return made
+    return declare(default, le=MOST_PASSES)
 
 
 def token_count(default: int) -> int:

@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import megaponder.ponder.methods  # noqa: F401  registers the shipped ones
+from megaponder.config.declare import declaration, refusal_of_both, warn_of_rename
 from megaponder.errors import ConfigError
 from megaponder.ponder.base import REGISTERED, Method, Shape
 from megaponder.ponder.plugins import load_installed
@@ -40,7 +41,7 @@ def build_method(name: str, options: Mapping[str, Any], shape: Shape) -> Method:
 def parse_options(cls: type[Method], values: Mapping[str, Any]) -> Any:
     """Options of a method from the config's mapping; unknown names and wrong types are ConfigErrors."""
     known = {f.name: f for f in fields(cls.Options)}
-    defaults = cls.Options()
+    defaults, values = cls.Options(), _with_current_names(cls, values)
     for name, value in values.items():
         if name not in known:
             legal = ", ".join(known) or "none"
@@ -57,10 +58,19 @@ def parse_options(cls: type[Method], values: Mapping[str, Any]) -> Any:
                 f"it must be of type {want.__name__}",
                 f"the default is {getattr(defaults, name)!r}",
             )
-        most = known[name].metadata.get("most", 2**31 - 1)
-        if type(value) is int and value > most:
-            raise ConfigError(f"ponder.options.{name}", value, f"it must be at most {most:,}", f"the nearest is {most}")
+        declaration(known[name]).check(f"ponder.options.{name}", value, getattr(defaults, name))
     return cls.Options(**values)
+
+
+def _with_current_names(cls: type[Method], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with the present names of those that earlier versions called otherwise (`Declaration.was`)."""
+    now = {old: f.name for f in fields(cls.Options) for old in declaration(f).was}
+    for old in now.keys() & values.keys():
+        names = f"ponder.options.{old}", f"ponder.options.{now[old]}"
+        if now[old] in values:
+            raise refusal_of_both(*names, values[old])
+        warn_of_rename(*names)
+    return {now.get(name, name): value for name, value in values.items()}
 
 
 def decoding_module(cls: type[Method]) -> str | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import fields
 
+from megaponder.config import rules
 from megaponder.config.resolve import init_std
-from megaponder.config.rules import Case, model
-from megaponder.config.rules.run import counts_are_possible
-from megaponder.config.schema import RunConfig
+from megaponder.config.rules import Case
+from megaponder.config.rules.ranges import numbers_are_in_range
+from megaponder.config.schema import ModelConfig, PonderConfig, RunConfig
 from megaponder.errors import UserError
 from megaponder.ponder.base import Method, Shape
 from megaponder.ponder.facts import facts_of
@@ -31,10 +32,10 @@ def method_of(cfg: RunConfig) -> Method:
     return build_method(cfg.ponder.method, cfg.ponder.options, Shape(m.family, m.num_layers, m.hidden_size))
 
 
-def use_plugin(cfg: RunConfig) -> None:
+def use_plugin(ponder: PonderConfig) -> None:
     """Run the plugin of a configuration that is the user's own, not one that came with a checkpoint."""
-    if cfg.ponder.plugin is not None:
-        load_plugin(cfg.ponder.plugin)
+    if ponder.plugin is not None:
+        load_plugin(ponder.plugin)
 
 
 def table_rows(cfg: RunConfig) -> dict[str, int]:
@@ -44,9 +45,9 @@ def table_rows(cfg: RunConfig) -> dict[str, int]:
     return {f.metadata[kind]: getattr(options, f.name) for f in fields(options) if kind in f.metadata}
 
 
-def embedding_scale(cfg: RunConfig, method: Method) -> float:
+def embedding_scale(model: ModelConfig, method: Method) -> float:
     """Factor c on every token embedding that is looked up, and on the table of vocabulary mixtures."""
-    value, h = cfg.model.embedding_scale, cfg.model.hidden_size
+    value, h = model.embedding_scale, model.hidden_size
     assert h is not None
     if value == "auto":
         return method.embedding_scale()
@@ -54,20 +55,19 @@ def embedding_scale(cfg: RunConfig, method: Method) -> float:
     return named[value] if isinstance(value, str) else float(value)
 
 
-def initialisation(cfg: RunConfig, method: Method) -> tuple[str, float, float]:
+def initialisation(model: ModelConfig, method: Method) -> tuple[str, float, float]:
     """(kind, std of matrices and embeddings, factor on the std of attention-output and MLP-down matrices)."""
-    m = cfg.model
-    assert m.hidden_size is not None
     kind, factor = method.initialisation()
-    if m.init != "auto":
-        kind = m.init
-    if m.init_output_scale != "auto":
-        factor = float(m.init_output_scale)
-    return kind, init_std(m, kind), factor
+    if model.init != "auto":
+        kind = model.init
+    if model.init_output_scale != "auto":
+        factor = float(model.init_output_scale)
+    return kind, init_std(model, kind), factor
 
 
 def check_shape(cfg: RunConfig) -> None:
     """ConfigError for a resolved configuration that does not describe a valid model, wherever it came from."""
     case = Case(cfg, facts_of(method_of(cfg), cfg.train.seed), 1)
-    for rule in (counts_are_possible, *model.SHAPES):
+    numbers_are_in_range(case, ("model.", "data."))
+    for rule in rules.model.RULES:
         rule(case)

@@ -34,7 +34,7 @@ class Batches:
         """Open the data for the steps after `state`; called again after a rollback, which may skip sequences."""
         cfg, total = self._cfg, self._total
         self._left_out = self._record.left_out()
-        needed = sequences_after(cfg, max(0, total - state.step), state.sequences)
+        needed = sequences_after(cfg.train, max(0, total - state.step), state.sequences)
         # a batch that would overlap a window starts after it
         needed += sum(
             end - first + cfg.train.global_batch - 1 for first, end in self._left_out if end > state.sequences
@@ -45,7 +45,7 @@ class Batches:
 
     def size(self, state: TrainState) -> int:
         """Sequences in the global batch of the next step."""
-        return batch_at(self._cfg, state.sequences)
+        return batch_at(self._cfg.train, state.sequences)
 
     def skip_left_out(self, state: TrainState) -> TrainState:
         """The position at which the next batch starts."""

@@ -125,7 +125,7 @@ def build(cfg: RunConfig, groups: Groups, stack: ExitStack) -> Run:
         )
     for path in (*unread(cfg.data.train), *unread(cfg.data.valid)):
         monitor.say(f"The dataset {path} has weight 0 and is not read.")
-    if method_only(cfg, state.step + 1):
+    if method_only(cfg.train, state.step + 1):
         last, name = cfg.train.method_only_steps, cfg.ponder.method
         monitor.say(f"Up to step {last} only the parameters of {name} itself are trained, then all of them.")
     if state.step >= total:

@@ -49,7 +49,7 @@ def loop(run: Run) -> int:
             engine.zero_grad()
             optimizer.zero_grad()
             out = engine.forward_backward(batches, step, train=True)
-            if method_only(cfg, step):
+            if method_only(cfg.train, step):
                 drop_backbone_gradients(engine.stage)
 
             clock.enter("optimizer")

@@ -8,7 +8,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, ParamGro
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import nn
 
-from megaponder.config.schema import RunConfig
+from megaponder.config.schema import RunConfig, TrainConfig
 from megaponder.ponder.base import PARAMETER_PREFIX
 
 
@@ -49,14 +49,14 @@ def set_lr(optimizer: MegatronOptimizer, cfg: RunConfig, lr: float, step: int) -
     While only the method's parameters are trained, the others have a rate of zero, which stops their decay too.
     """
     for group in optimizer.param_groups:
-        rests = method_only(cfg, step) and not group.get("of_method", False)
+        rests = method_only(cfg.train, step) and not group.get("of_method", False)
         group["lr"] = 0.0 if rests else lr
         group["weight_decay"] = cfg.optimizer.weight_decay * group["wd_mult"]
 
 
-def method_only(cfg: RunConfig, step: int) -> bool:
+def method_only(train: TrainConfig, step: int) -> bool:
     """Whether only the method's own parameters change in this step."""
-    return step <= cfg.train.method_only_steps
+    return step <= train.method_only_steps
 
 
 def drop_backbone_gradients(stage: nn.Module) -> None:

@@ -56,7 +56,7 @@ def preflight(cfg: RunConfig, deadline: float = DEADLINE) -> None:
     try:
         files.refuse_lost_link(Path(cfg.run))
         cfg = setup.complete(cfg)
-        data = {path: one.stored() for path, one in identities(open_data(cfg)).items()}
+        data = {path: one.stored() for path, one in identities(open_data(cfg.data)).items()}
         report = look(cfg, here) | {"error": None, "data": data}
     except UserError as error:  # it may concern one rank only; all must be told
         report = look(cfg, here) | {"error": str(error), "data": {}}
@@ -230,7 +230,7 @@ def _checkpoint_bytes(cfg: RunConfig) -> int:
     """Approximate size of a checkpoint: parameters, two moments, and master weights beside BF16 parameters."""
     if cfg.model.vocab_size is None or cfg.model.num_layers is None:
         return 0
-    return model_parameters(cfg).total * (14 if cfg.precision.dtype == "bf16" else 12)
+    return model_parameters(cfg.model).total * (14 if cfg.precision.dtype == "bf16" else 12)
 
 
 def _existing(path: Path) -> Path:

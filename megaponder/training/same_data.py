@@ -36,7 +36,7 @@ class SameData:
         self._accepted = {os.path.normpath(path) for path in cfg.data.accept_changed}
         problem = None
         try:
-            self.opened = open_data(cfg)
+            self.opened = open_data(cfg.data)
             self.identities = identities(self.opened)
         except UserError as error:
             problem = str(error)

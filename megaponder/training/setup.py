@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +12,6 @@ from megaponder.config import launcher
 from megaponder.config.fields import all_fields, value_of
 from megaponder.config.gpus import find_gpu
 from megaponder.config.load import dump
-from megaponder.config.model import FEATURES, SIZES
 from megaponder.config.resolve import resolve
 from megaponder.config.rules import check
 from megaponder.config.rules.case import Machine, this_machine
@@ -28,26 +25,13 @@ from megaponder.ponder.facts import facts_of
 if TYPE_CHECKING:
     import torch
 
-IDENTITY = (
-    "model.family", *(f"model.{name}" for name in (*SIZES, *FEATURES) if name != "norm_eps"), "ponder.method",
-)  # fmt: skip
-"""Fields that must equal the checkpoint's: otherwise its weights would mean something else."""
-WATCHED = (
-    "data.train", "data.valid", "data.split", "data.sequence_length", "data.shuffle_seed", "data.loss_mask",
-    "data.eod_id", "ponder.options", "model.norm_eps", "precision.dtype", "precision.fp8",
-    "train.steps", "train.tokens", "train.seed", "train.global_batch", "train.batch_rampup", "optimizer", "schedule",
-)  # fmt: skip
-"""Fields and sections that may change when a run continues, but probably not by accident."""
-MEANING = ("model.norm_eps",)
-"""Those that matter when only weights are loaded; see also `_scale_changes`."""
-
 
 def complete(cfg: RunConfig) -> RunConfig:
     """Resolved, filled from the datasets and checked; ConfigError or UserError for the first mistake."""
     from megaponder.ponder.settings import method_of, use_plugin
 
     cfg = resolve(cfg)
-    use_plugin(cfg)
+    use_plugin(cfg.ponder)
     cfg = fill_from_data(cfg, check_data(cfg))
     world, machine = launcher.place().world_size, this_machine()
     method = method_of(cfg)
@@ -103,21 +87,20 @@ def patience(cfg: RunConfig) -> tuple[float, float]:
 def refuse_other_model(cfg: RunConfig, checkpoint: Path, weights_only: bool = False) -> list[str]:
     """ConfigError if the checkpoint belongs to a different model; returns warnings.
 
-    If only weights are loaded, the method and the padding of the vocabulary may differ.
+    Each field declares what may change when a run goes on, and when only weights are loaded.
     """
-    saved = load_saved_config(checkpoint)
-    for name in IDENTITY:
+    saved, warnings = load_saved_config(checkpoint), []
+    for name, field in all_fields().items():
         now, then = value_of(cfg, name), value_of(saved, name)
-        if now != then and not (weights_only and name in ("ponder.method", "model.vocab_multiple")):
+        change = field.declared.change_at_load if weights_only else field.declared.resume
+        if now == then or (name == "train.steps" and cfg.train.tokens is not None):  # there they follow from the tokens
+            continue
+        if change == "refused":
             rule = f"checkpoint {checkpoint} was trained with {then!r}"
             raise ConfigError(name, now, rule, "use that" if weights_only else "use that, or a new run folder")
-    changes = [
-        f"Warning: {name} was {then!r} up to this checkpoint and is {now!r} from here on."
-        for watched in (MEANING if weights_only else WATCHED)
-        for name, then, now in _changes(watched, value_of(saved, watched), value_of(cfg, watched))
-        if name != "train.steps" or cfg.train.tokens is None  # else they follow from it
-    ]
-    return changes + _scale_changes(saved, cfg)
+        if change == "warned":
+            warnings.append(f"Warning: {name} was {then!r} up to this checkpoint and is {now!r} from here on.")
+    return warnings + _scale_changes(saved, cfg)
 
 
 def _scale_changes(saved: RunConfig, cfg: RunConfig) -> list[str]:
@@ -125,22 +108,13 @@ def _scale_changes(saved: RunConfig, cfg: RunConfig) -> list[str]:
     enough."""
     from megaponder.ponder.settings import embedding_scale, method_of
 
-    then, now = (embedding_scale(c, method_of(c)) for c in (saved, cfg))
+    then, now = (embedding_scale(c.model, method_of(c)) for c in (saved, cfg))
     if then == now:
         return []
     return [
         f"Warning: embeddings were multiplied by {then:.6g} up to this checkpoint, and by {now:.6g} from here on "
         "(model.embedding_scale)."
     ]
-
-
-def _changes(name: str, then: object, now: object) -> Iterator[tuple[str, object, object]]:
-    """(field, old value, new value) of a field, or of each field of a section, that has changed."""
-    if is_dataclass(then):
-        for field in fields(then):
-            yield from _changes(f"{name}.{field.name}", getattr(then, field.name), getattr(now, field.name))
-    elif then != now:
-        yield name, then, now
 
 
 def costs(cfg: RunConfig, method: Method, devices: int) -> Costs:

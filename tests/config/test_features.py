@@ -9,7 +9,7 @@ import pytest
 
 from megaponder.config import yaml_file
 from megaponder.config.load import dump, from_mapping, load_config, to_mapping
-from megaponder.config.model import FAMILIES, FEATURES, SIZES, ModelConfig
+from megaponder.config.model import FAMILIES, FEATURES, ModelConfig
 from megaponder.config.resolve import resolve
 from megaponder.decoding import configuration
 from megaponder.errors import ConfigError
@@ -59,4 +59,3 @@ def test_the_configuration_of_an_earlier_checkpoint_is_the_same_model(family: st
 
 def test_the_table_is_padded_whatever_the_layout() -> None:
     assert ModelConfig(vocab_size=97, vocab_multiple=32).padded_vocab == 128
-    assert {"num_kv_heads", "head_size", "vocab_multiple"} <= set(SIZES)

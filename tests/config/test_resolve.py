@@ -97,8 +97,8 @@ def test_ramp_up_by_hand() -> None:
     # three increments from 2 to 8 over 30 sequences: 2 until 10, 4 until 20, 6 until 30
     cfg, consumed, seen = ramped(steps=20), 0, []
     for step in range(12):
-        assert budget.sequences_after(cfg, step) == consumed
-        seen.append(budget.batch_at(cfg, consumed))
+        assert budget.sequences_after(cfg.train, step) == consumed
+        seen.append(budget.batch_at(cfg.train, consumed))
         consumed += seen[-1]
     assert seen == [2, 2, 2, 2, 2, 4, 4, 4, 6, 6, 8, 8]
 
@@ -107,4 +107,8 @@ def test_ramp_up_by_hand() -> None:
 def test_a_token_budget_with_ramp_up_is_just_enough(sequences: int) -> None:
     cfg = ramped(tokens=sequences * 2048)
     assert cfg.train.steps is not None
-    assert budget.sequences_after(cfg, cfg.train.steps) >= sequences > budget.sequences_after(cfg, cfg.train.steps - 1)
+    assert (
+        budget.sequences_after(cfg.train, cfg.train.steps)
+        >= sequences
+        > budget.sequences_after(cfg.train, cfg.train.steps - 1)
+    )

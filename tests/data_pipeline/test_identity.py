@@ -133,7 +133,7 @@ def test_a_dataset_that_is_replaced_or_deleted_is_read_as_it_was(prefix: str, tm
     cfg = config(tmp_path, [prefix], split="1")
     cfg.train.eval_batches = 0
     before = [build_streams(cfg, 100, 0).train.sequence(i).tolist() for i in range(100)]
-    opened = open_data(cfg)
+    opened = open_data(cfg.data)
     other = write_documents(tmp_path / "other", random_documents([7] * 300, seed=3))
     os.replace(f"{other}.bin", f"{prefix}.bin")
     os.remove(f"{prefix}.idx")
@@ -170,4 +170,4 @@ def test_more_files_than_a_process_may_open(prefix: str, tmp_path: Path, monkeyp
 
 def test_identities_by_path(prefix: str, tmp_path: Path) -> None:
     cfg = config(tmp_path, [1.0, prefix, 0.0, str(tmp_path / "absent")])
-    assert list(identities(open_data(cfg))) == [prefix]  # one of weight 0 need not even be there
+    assert list(identities(open_data(cfg.data))) == [prefix]  # one of weight 0 need not even be there

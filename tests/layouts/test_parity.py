@@ -65,7 +65,7 @@ def test_float64_oracle(name: str) -> None:
     engine = build_engine(cfg, method, groups.init(cfg))
     disturb(engine.stage.named_parameters())
     batch, weights = _batch(), dict(engine.stage.named_parameters())
-    oracle = Oracle(weights, cfg.model, embedding_scale(cfg, method))
+    oracle = Oracle(weights, cfg.model, embedding_scale(cfg.model, method))
     results = [oracle.run(ids, case.method, case.options) for ids in batch.ids_bn]
     assert _relative(engine.logits(batch.ids_bn), torch.stack([r.logits for r in results]).detach()) < RTOL
     engine.zero_grad()

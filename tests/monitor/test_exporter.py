@@ -126,10 +126,10 @@ def test_one_process_of_a_node_serves(tmp_path: Path, monkeypatch: pytest.Monkey
     for local, served in (("0", True), ("1", False)):
         for name, value in {"RANK": local, "WORLD_SIZE": "2", "LOCAL_RANK": local}.items():
             monkeypatch.setenv(name, value)
-        assert exporter.wanted(cfg) is served
+        assert exporter.wanted(cfg.logging) is served
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name)
-    assert exporter.wanted(cfg) and not exporter.wanted(RunConfig())
+    assert exporter.wanted(cfg.logging) and not exporter.wanted(RunConfig().logging)
 
 
 def test_health_fails_when_steps_cease(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_counts_match_what_is_built_and_saved() -> None:
     found = run_workers("tests.plan.test_memory:measure", 1, args={"cases": cases})[0]
 
     for case, (parameters, _) in zip(cases, found, strict=True):
-        assert model_parameters(config(**case), padded=True).total == parameters, case
+        assert model_parameters(config(**case).model, padded=True).total == parameters, case
     for i, case in enumerate(layers):  # a third layer more
         cfg = config(**case, layers=2)
         kept = layer_input if case["recompute"] == "layer" else layer_activations

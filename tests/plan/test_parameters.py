@@ -30,14 +30,14 @@ def config(**sections: Any) -> RunConfig:
 
 @pytest.mark.parametrize("preset", sorted(PUBLISHED))
 def test_published_counts(preset: str) -> None:
-    assert model_parameters(config(model={"preset": preset})).total == PUBLISHED[preset]
+    assert model_parameters(config(model={"preset": preset}).model).total == PUBLISHED[preset]
 
 
 @pytest.mark.parametrize(
     ("preset", "millions"), [("llama-410m", 406.6), ("llama-1.4b", 1420.3), ("llama-2.8b", 2634.5)]
 )
 def test_llama_counts(preset: str, millions: float) -> None:
-    assert model_parameters(config(model={"preset": preset})).total / 1e6 == pytest.approx(millions, abs=0.25)
+    assert model_parameters(config(model={"preset": preset}).model).total / 1e6 == pytest.approx(millions, abs=0.25)
 
 
 @pytest.mark.parametrize("preset", ["pythia-410m", "llama-1.4b", "gpt2-medium"])
@@ -45,7 +45,7 @@ def test_stages_and_tensor_ranks_add_up(preset: str) -> None:
     cfg = config(model={"preset": preset}, parallel={"tensor": 4, "pipeline": 2}, data={"sequence_length": 1024})
     cfg.parallel.tensor = 1
     stages = [rank_parameters(cfg, MethodFacts(), stage) for stage in range(2)]
-    whole = model_parameters(cfg, padded=True)
+    whole = model_parameters(cfg.model, padded=True)
     copies = sum(stage.copies for stage in stages)
     assert sum(stage.total for stage in stages) - copies == whole.total
     assert (copies > 0) == (preset == "gpt2-medium")
@@ -73,5 +73,5 @@ def test_a_methods_own_parameters_are_counted_where_they_lie() -> None:
     cfg = config(model=shape, ponder={"method": "sink"}, parallel={"pipeline": 2})
     own = own_parameters(method_of(cfg), 4)
     assert (own.entry, own.layers, own.exit) == (8 * 8 + 8, (3, 0, 3, 3), 8 + 1)
-    assert model_parameters(cfg, own).method == 72 + 9 + 9
+    assert model_parameters(cfg.model, own).method == 72 + 9 + 9
     assert [rank_parameters(cfg, MethodFacts(), stage, own).method for stage in range(2)] == [72 + 3, 6 + 9]

@@ -1,7 +1,8 @@
-"""Every rule that a configuration must keep, checked before any process group is made.
+"""Every rule that a configuration must satisfy, checked before any process group is created.
 
 A rule is a function of a `Case` that raises ConfigError (field, value, rule, nearest legal value) or does nothing.  The
-order of the tables is the order of checking: simple ranges first, so that later rules may divide by what they read.
+order of the tables is the order of checking: the ranges that fields declare come first, so that later rules may divide
+by what they read.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 from megaponder.config.method_facts import MethodFacts
 from megaponder.config.rules import data, layout, model, precision, run
 from megaponder.config.rules.case import Case, Machine, Rule
+from megaponder.config.rules.ranges import numbers_are_in_range
 from megaponder.config.schema import RunConfig
 
 RULES: tuple[Rule, ...] = (
-    run.counts_are_possible,
+    numbers_are_in_range,
     *model.RULES,
     *data.RULES,
     *run.RULES,

@@ -14,7 +14,6 @@ def sequence_fits(c: Case) -> None:
     """A sample is no longer than the position table, or than the limit that exports state."""
     length, limit = c.cfg.data.sequence_length, c.cfg.model.max_positions
     assert limit is not None
-    require(length >= 1, "data.sequence_length", length, "it must be at least 1", "use 2048")
     fix = f"the nearest is {limit}, or raise model.max_positions"
     rule = f"it is longer than model.max_positions = {limit}"
     require(length <= limit, "data.sequence_length", length, rule, fix)
@@ -26,7 +25,7 @@ def eod_is_a_token(c: Case) -> None:
     if eod is not None:
         ok = eod >= 0 and (vocab is None or eod < vocab)
         require(
-            ok, "data.eod_id", eod, f"it must be an id of the vocabulary of {vocab}", "leave it out: the dataset knows"
+            ok, "data.eod_id", eod, f"it must be an id of the vocabulary of {vocab}", "omit it: the dataset defines it"
         )
 
 
@@ -41,7 +40,7 @@ def method_fits_the_vocabulary(c: Case) -> None:
         require(token < vocab, f"ponder.options.{option}", token, rule, fix)
     for option, count in c.facts.token_counts.items():
         rule = f"it must be at most model.vocab_size = {vocab}"
-        require(count <= vocab, f"ponder.options.{option}", count, rule, "use 0 for the whole vocabulary")
+        require(count <= vocab, f"ponder.options.{option}", count, rule, "use 0 for the full vocabulary")
 
 
 def split_is_three_parts(c: Case) -> None:
@@ -75,7 +74,13 @@ def blends_are_well_formed(c: Case) -> None:
         require(pairs, field, blend, "it must be weight path weight path ...", "for example [0.3, wiki, 0.7, books]")
         good = all(math.isfinite(float(w)) and float(w) >= 0 for w in weights)
         require(good, field, blend, "no weight may be below 0", "a dataset of weight 0 is not read")
-        require(any(float(w) > 0 for w in weights), field, blend, "all weights are 0", "weigh one of the datasets")
+        require(
+            any(float(w) > 0 for w in weights),
+            field,
+            blend,
+            "all weights are 0",
+            "give one of the datasets a positive weight",
+        )
 
 
 def accepted_datasets_are_used(c: Case) -> None:
@@ -87,7 +92,7 @@ def accepted_datasets_are_used(c: Case) -> None:
             close = nearest(path, paths)
             fix = f"did you mean {close}" if close else f"they name {', '.join(paths[:8]) or 'none'}"
             known = os.path.normpath(path) in map(os.path.normpath, paths)
-            require(known, f"data.{name}", path, "neither data.train nor data.valid has this dataset", fix)
+            require(known, f"data.{name}", path, "neither data.train nor data.valid contains this dataset", fix)
 
 
 def _weighted(blend: list[str | float]) -> str:
@@ -98,7 +103,7 @@ def datasets_exist(c: Case) -> None:
     """Both files of every dataset are there."""
     if not c.needs_data:
         return
-    fix = "name a dataset that `megaponder prepare` wrote"
+    fix = "set it to a dataset written by `megaponder prepare`"
     require(bool(c.cfg.data.train), "data.train", [], "training needs a dataset", fix)
     for name in ("train", "valid"):
         blend = getattr(c.cfg.data, name)

@@ -7,16 +7,8 @@ import math
 from megaponder.config.rules.case import Case, Rule, divisors, nearest_divisor, nearest_multiple, require
 
 
-def degrees_are_positive(c: Case) -> None:
-    """A degree of 1 switches a kind of parallelism off."""
-    for name in ("tensor", "pipeline"):
-        value = getattr(c.cfg.parallel, name)
-        require(value >= 1, f"parallel.{name}", value, "it must be at least 1", "the nearest is 1")
-    require(c.world_size >= 1, "world size", c.world_size, "it must be at least 1", "the nearest is 1")
-
-
 def tensor_divides_widths(c: Case) -> None:
-    """Each tensor rank holds whole heads and equal parts of the MLP."""
+    """Each tensor rank holds complete heads and equal parts of the MLP."""
     m, tp = c.cfg.model, c.cfg.parallel.tensor
     assert m.num_heads and m.num_kv_heads and m.ffn_size
     widths = {"num_heads": m.num_heads, "num_kv_heads": m.num_kv_heads, "ffn_size": m.ffn_size}
@@ -55,15 +47,16 @@ def pipeline_divides_layers(c: Case) -> None:
 
 
 def replica_divides_world(c: Case) -> None:
-    """The world holds whole replicas."""
+    """The world consists of complete replicas."""
     p, replica = c.cfg.parallel, c.ranks_per_replica
+    require(c.world_size >= 1, "world size", c.world_size, "it must be at least 1", "the nearest is 1")
     rule = f"it must be a multiple of parallel.tensor x parallel.pipeline = {p.tensor} x {p.pipeline}"
     fix = f"the nearest is {nearest_multiple(c.world_size, replica)} processes"
     require(c.world_size % replica == 0, "world size", c.world_size, rule, fix)
 
 
 def batch_divides(c: Case) -> None:
-    """Every rank gets whole micro-batches, in every step of a ramp-up."""
+    """Every rank gets complete micro-batches, in every step of a ramp-up."""
     t, unit = c.cfg.train, c.cfg.train.micro_batch * c.dp
     what = f"train.micro_batch x data-parallel size = {t.micro_batch} x {c.dp}"
     rule, near = f"it must be a multiple of {what}", nearest_multiple(t.global_batch, unit)
@@ -107,7 +100,7 @@ def passes_fill_the_pipeline(c: Case) -> None:
             near = min(legal, key=lambda n: (abs(n - (p.microbatch_group or 0)), n))
             rule = (
                 f"it must be at least parallel.pipeline = {p.pipeline} and divide the {m} micro-batches of a rank with "
-                f"rest 0 or at least {p.pipeline}"
+                f"remainder 0 or at least {p.pipeline}"
             )
             ok = group_fits(m, p.pipeline, p.microbatch_group)
             require(ok, "parallel.microbatch_group", p.microbatch_group, rule, f"the nearest is {near}")
@@ -143,13 +136,13 @@ def overlap_needs_fixed_passes(c: Case) -> None:
 
 def skipping_needs_halting(c: Case) -> None:
     """Only a method whose halted tokens need no computation can leave them out."""
-    rule = f"no token of method {c.cfg.ponder.method} is ever left out of the computation"
+    rule = f"method {c.cfg.ponder.method} never halts tokens, so there are none to skip"
     ok = c.facts.skips or not c.cfg.ponder.skip_halted
     require(ok, "ponder.skip_halted", True, rule, "use false, or method adaponderlm or adaptive_cot")
 
 
 def recompute_names_layers_and_passes(c: Case) -> None:
-    """Parts of a recompute that is off, or more than there is, would silently do nothing."""
+    """Partial recompute that is disabled, or larger than the model, would silently do nothing."""
     p, layers = c.cfg.parallel, (c.cfg.model.num_layers or 1) // c.cfg.parallel.pipeline
     for name, value, most, of in (
         ("recompute_layers", p.recompute_layers, layers, "layers of a pipeline stage"),
@@ -157,12 +150,8 @@ def recompute_names_layers_and_passes(c: Case) -> None:
     ):
         if value is not None:
             field = f"parallel.{name}"
-            require(
-                p.recompute == "layer", field, value, "it needs parallel.recompute: layer", "set that or leave it out"
-            )
-            near = min(max(value, 1), most)
-            rule = f"it must be from 1 to the {most} {of}"
-            require(1 <= value <= most, field, value, rule, f"the nearest is {near}")
+            require(p.recompute == "layer", field, value, "it needs parallel.recompute: layer", "set that or omit this")
+            require(value <= most, field, value, f"there are {most} {of}", f"the nearest is {most}")
 
 
 def gloo_keeps_outputs(c: Case) -> None:
@@ -170,11 +159,10 @@ def gloo_keeps_outputs(c: Case) -> None:
     on_cpu = c.machine is not None and c.machine.device == "cpu"
     rule = "gloo still reads outputs that are being sent, so freeing them corrupts the numbers"
     ok = not (c.cfg.parallel.deallocate_pipeline_outputs and on_cpu)
-    require(ok, "parallel.deallocate_pipeline_outputs", True, rule, "use false or leave it out")
+    require(ok, "parallel.deallocate_pipeline_outputs", True, rule, "use false or omit it")
 
 
 RULES: tuple[Rule, ...] = (
-    degrees_are_positive,
     tensor_divides_widths,
     tensor_divides_vocabulary,
     sequence_parallel_divides,

@@ -2,82 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 
 from megaponder import files
 from megaponder.config import budget
-from megaponder.config.fields import all_fields, value_of
 from megaponder.config.rules.case import Case, Rule, nearest_multiple, require
-
-# (field, lowest, lowest is legal, highest, highest is legal)
-RANGES: tuple[tuple[str, float, bool, float, bool], ...] = (
-    ("optimizer.lr", 0, False, 1, True),
-    ("optimizer.beta1", 0, True, 1, False),
-    ("optimizer.beta2", 0, True, 1, False),
-    ("optimizer.eps", 0, False, 1, False),
-    ("optimizer.weight_decay", 0, True, 1, False),
-    ("optimizer.clip_grad", 0, True, math.inf, False),
-    ("schedule.warmup_fraction", 0, True, 1, False),
-    ("schedule.min_lr_fraction", 0, True, 1, True),
-    ("schedule.decay_fraction", 0, True, 1, True),
-    ("train.global_batch", 1, True, math.inf, False),
-    ("train.micro_batch", 1, True, math.inf, False),
-    ("train.eval_every", 0, True, math.inf, False),
-    ("train.eval_batches", 0, True, math.inf, False),
-    ("train.method_only_steps", 0, True, math.inf, False),
-    ("train.seed", 0, True, 2**31, False),
-    ("data.shuffle_seed", 0, True, 2**31, False),
-    ("parallel.microbatch_group", 1, True, math.inf, False),
-    ("checkpoint.every", 0, True, math.inf, False),
-    ("checkpoint.keep_last", 1, True, math.inf, False),
-    ("checkpoint.keep_every", 0, True, math.inf, False),
-    ("faults.spike_window", 4, True, math.inf, False),
-    ("faults.spike_sd", 0, False, math.inf, False),
-    ("faults.rollback_after", 0, True, math.inf, False),
-    ("faults.max_rollbacks", 1, True, math.inf, False),
-    ("faults.max_without_targets", 0, True, math.inf, False),
-    ("faults.straggler_ratio", 1, True, math.inf, False),
-    ("logging.every", 1, True, math.inf, False),
-    ("logging.peak_tflops", 0, False, math.inf, False),
-    ("logging.prometheus_port", 0, True, 65535, True),
-    ("train.steps", 1, True, math.inf, False),
-    ("train.tokens", 1, True, math.inf, False),
-    ("parallel.timeout_minutes", 0, False, 1e6, True),
-)
-
-
-MOST = 2**31 - 1
-"""Of anything that is counted, but tokens: what arrays and messages can number."""
-MOST_TOKENS = 10**15
-
-
-def counts_are_possible(c: Case) -> None:
-    """No integer is so large that arithmetic on it means nothing; checked before all that divides or loops."""
-    for name in all_fields():
-        value = value_of(c.cfg, name)
-        most = MOST_TOKENS if name == "train.tokens" else MOST
-        for number in value if isinstance(value, list) else [value]:
-            if isinstance(number, int):
-                end, words = (most, "at most") if number > 0 else (-most, "at least")
-                require(abs(number) <= most, name, value, f"it must be {words} {end:,}", f"the nearest is {end}")
-
-
-def numbers_are_in_range(c: Case) -> None:
-    """Each number lies where it means something."""
-    for name, low, low_ok, high, high_ok in RANGES:
-        value = value_of(c.cfg, name)
-        if value is None:
-            continue
-        above = value >= low if low_ok else value > low
-        below = value <= high if high_ok else value < high
-        words = f"at least {low:g}" if low_ok else f"more than {low:g}"
-        if high < math.inf:
-            words += f" and {'at most' if high_ok else 'less than'} {high:g}"
-        end = low if low_ok and not above else high if high_ok and not below else all_fields()[name].default
-        fix = f"the nearest is {end:g}" if end in (low, high) else f"the default is {end}"
-        require(above and below, name, value, f"it must be {words}", fix)
 
 
 def budget_is_given_once(c: Case) -> None:
@@ -88,7 +18,7 @@ def budget_is_given_once(c: Case) -> None:
         "train.steps",
         None,
         "a run needs a budget",
-        "give it or train.tokens",
+        "set it or train.tokens",
     )
     if t.steps is not None and t.tokens is not None:
         steps = budget.steps_for_tokens(c.cfg, t.tokens)
@@ -112,11 +42,11 @@ def rampup_is_three_numbers(c: Case) -> None:
     )
     start, increment, length = ramp
     rule = f"it must start below train.global_batch = {full}"
-    require(start < full, field, ramp, rule, "leave it out to start with the full batch")
+    require(start < full, field, ramp, rule, "omit it to start with the full batch")
     near = full - max(1, round((full - start) / increment)) * increment
     near = near if near > 0 else full - increment
     fix = f"the nearest is [{near}, {increment}, {length}]" if near > 0 else "use a smaller increment"
-    rule = f"whole increments of {increment} must lead from {start} to train.global_batch = {full}"
+    rule = f"full increments of {increment} must lead from {start} to train.global_batch = {full}"
     require((full - start) % increment == 0, field, ramp, rule, fix)
 
 
@@ -153,12 +83,12 @@ def rollback_follows_skips(c: Case) -> None:
     rule = "no fault leads to a skipped step, and only skipped steps are counted"
     skips = "skip" in (f.not_finite, f.spike)
     require(f.rollback_after == 0 or skips, "faults.rollback_after", f.rollback_after, rule, "use faults.spike: skip")
-    rule = "data are left out only after going back to a checkpoint"
+    rule = "data are skipped only after a rollback to a checkpoint"
     require(not f.skip_data or f.rollback_after > 0, "faults.skip_data", True, rule, "set faults.rollback_after: 3")
 
 
 def hangs_are_named_in_time(c: Case) -> None:
-    """The process groups' time-out ends the ranks, and after that nobody is left to name the stalled one."""
+    """The process groups' time-out ends the ranks, and then none is left to name the stalled one."""
     hang, limit = c.cfg.faults.hang_minutes, c.cfg.parallel.timeout_minutes
     ok = hang is None or 0 < hang < limit
     rule = f"it must be more than 0 and less than parallel.timeout_minutes = {limit:g}"
@@ -166,14 +96,14 @@ def hangs_are_named_in_time(c: Case) -> None:
 
 
 def load_can_be_used(c: Case) -> None:
-    """Weights to start from are of no use where the run folder's own checkpoint is demanded."""
+    """Weights to start from are useless if the run folder's own checkpoint is required."""
     p = c.cfg.checkpoint
     rule = "it is never used with checkpoint.resume = must"
     require(p.load is None or p.resume != "must", "checkpoint.load", p.load, rule, "use checkpoint.resume: auto")
     if p.load is not None and c.needs_data:
         rule = "this is a file" if Path(p.load).is_file() else "there is no such folder"
         ok = bool(p.load.strip()) and Path(p.load).is_dir()
-        require(ok, "checkpoint.load", p.load, rule, "name a checkpoint folder")
+        require(ok, "checkpoint.load", p.load, rule, "set it to a checkpoint folder")
 
 
 def profiled_steps_are_a_pair(c: Case) -> None:
@@ -190,11 +120,11 @@ def profiled_steps_are_a_pair(c: Case) -> None:
 def run_is_a_folder(c: Case) -> None:
     """The run folder may be absent, but no file may have its name, or that of a folder in it that will be needed."""
     path = Path(c.cfg.run)
-    require(bool(c.cfg.run.strip()), "run", c.cfg.run, "it must name a folder", "for example runs/first")
+    require(bool(c.cfg.run.strip()), "run", c.cfg.run, "it must be a folder", "for example runs/first")
     ok = path.absolute() != Path(path.anchor or "/")
     require(ok, "run", c.cfg.run, "it is the root of the file system", "for example runs/first")
     ok = not path.exists() or path.is_dir()
-    require(ok, "run", c.cfg.run, "a file has this name", f"for example {c.cfg.run}-run")
+    require(ok, "run", c.cfg.run, "there is a file of this name", f"for example {c.cfg.run}-run")
     for child in sorted(path.iterdir()) if path.is_dir() and os.access(path, os.R_OK | os.X_OK) else []:
         require(not files.is_special(child), "run", c.cfg.run, f"{child} is a pipe or a device", "move it away")
     saved = path / "checkpoints"
@@ -206,7 +136,6 @@ def run_is_a_folder(c: Case) -> None:
 
 
 RULES: tuple[Rule, ...] = (
-    numbers_are_in_range,
     rampup_is_three_numbers,
     budget_is_given_once,
     method_only_needs_parameters,

@@ -16,7 +16,7 @@ from megaponder.ponder.methods.aligned.decoding import AlignedDecoding
 
 
 class AdaPonderLM(AlignedDecoding):
-    """PonderLM with a gate s after every pass: a token goes on while s >= threshold, and adds s times its mixture.
+    """PonderLM with a gate s after every pass: a token continues while s >= threshold, and adds s times its mixture.
 
     With a target: every token runs the window's least passes, then goes on while its score is at least the threshold
     that training left; the mixture is added whole.

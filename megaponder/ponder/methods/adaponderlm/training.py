@@ -37,7 +37,7 @@ from megaponder.ponder.halting import at_least, fraction, linear32, ordered, ram
 from megaponder.ponder.methods.aligned.training import AlignedHalting
 
 CLAMP = -12.0
-"""Gate logits below this (s about 6e-6, far under any threshold) are not pushed further down."""
+"""Gate logits below this (s about 6e-6, far below any threshold) are not pushed down further."""
 
 
 @register
@@ -64,7 +64,7 @@ class AdaPonderLM(Budgeted, AlignedHalting):
         cost_weight: float = 0.1
         """Weight of the ponder cost in the loss; with a target, of the scores' error."""
         bottom_share: float = 0.1
-        """Final share k_s of gates, the smallest ones, that the cost pushes down: about the share of passes saved."""
+        """Final share k_s of gates, the smallest ones, that the cost pushes down: roughly the share of passes saved."""
         ramp_start: int = 0
         """Step at which k_s leaves 0; with a target, up to which all tokens run all passes of the window."""
         ramp_end: int = 0
@@ -72,7 +72,7 @@ class AdaPonderLM(Budgeted, AlignedHalting):
         cost_on: str = "logit"
         """What the cost averages: gate logits, or probability."""
         gate_width: int = 4
-        """Inner size of the gate MLPs, in hidden sizes."""
+        """Inner size of the gate MLPs, in multiples of the hidden size."""
 
         def __post_init__(self) -> None:
             for name in ("steps", "gate_width"):
@@ -149,7 +149,7 @@ class AdaPonderLM(Budgeted, AlignedHalting):
         logits = torch.stack([carry[f"logit{i}"] for i in range(self.options.steps)], dim=0)
         asked = torch.stack([carry[f"asked{i}"] for i in range(self.options.steps)], dim=0)
         values = logits.clamp(min=CLAMP) if self.options.cost_on == "logit" else logits.sigmoid()
-        # [passes, n, b] of whole sequences: the selection is the same on every rank, each takes its own tokens of it
+        # [passes, n, b] of whole sequences: the selection is the same on every rank; each takes its own tokens
         everyone = torch.stack([tools.gather(x) for x in values])
         selected, count = smallest(everyone, torch.stack([tools.gather(x.float()) > 0.5 for x in asked]), share)
         own = torch.stack([tools.scatter(x.float()) for x in selected])

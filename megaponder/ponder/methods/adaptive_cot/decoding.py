@@ -34,7 +34,7 @@ class Merged(View):
 
 
 def merged(run: Run, index: int, alive: Tensor | None) -> Merged:
-    """A pass whose rows read all living rows of passes 0 .. index of their token and those before."""
+    """A pass whose rows read all living rows of passes 0 .. index, of their own and earlier tokens."""
     token = run.add(index, 1, alive)
     seen = [run.rows[i] for i in range(index + 1)]
     keys = torch.cat([rows.token for rows in seen])
@@ -45,7 +45,7 @@ class AdaptiveCot(DecodingMethod):
     """Step k + 1 of a token starts from the state h_k of its step k, as long as reach_k g_k >= threshold, k < steps.
 
     g_k is a router's gate on h_k; reach_0 = 1, reach_{k+1} = reach_k g_k.  Step k reads steps 0 .. k of its token and
-    of those before, as far as they were run.  The output is sum_k e_k h_k, with e_k = reach_k (1 - g_k), or reach_k at
+    earlier ones, as far as they were run.  The output is sum_k e_k h_k, with e_k = reach_k (1 - g_k), or reach_k at
     the last step.  With a target, who goes on is decided by scores instead: every token runs the window's least steps,
     then goes on while its score is at least the threshold that training left.
     """

@@ -1,7 +1,7 @@
 """Adaptive latent CoT: a variable number of latent steps per token, causal in (token, step), without Jacobi iterations.
 
     x_0 = c We[id];  x_{k+1} = h_k = N(Stack(x_k; keys (t', j) with t' <= t, j <= k, of steps that token t' ran))
-    g_k = sigmoid(w_r h_k + b_r);  reach_0 = 1;  a token goes on while reach_k g_k >= tau and k < K
+    g_k = sigmoid(w_r h_k + b_r);  reach_0 = 1;  a token continues while reach_k g_k >= tau and k < K
     exit mass e_k = reach_k (1 - g_k), or reach_k at its last step;  reach_{k+1} = reach_k g_k
     logits = (sum_k e_k h_k) Wo^T
     loss = CE + weight * mean of sum_{k<K} sg(p_k(target)^beta) reach_k g_k
@@ -12,7 +12,7 @@ score says so.  The loss with which a token would leave at step k, from which th
 sum_{j<k} e_j h_j + reach_k h_k.  Without a target the depth follows from `cost_weight`, and no value of it is a budget.
 
 All steps k of all tokens run at once, as pass k.  Known from arXiv 2602.08220: the two-dimensional causality, online
-continue gates, reach threshold, exit-mass mixture, a cost weighted by the probability of the right token.  This
+continue gates, reach threshold, exit-mass mixture, a cost weighted by the probability of the correct token.  This
 project's choices (no public code): tau = 0.01, the form of the cost, a linear router with bias +2 on the normed state;
 dead steps have no keys at all.
 """
@@ -57,7 +57,7 @@ class AdaptiveCot(Budgeted, Method):
     @dataclass
     class Options:
         steps: int = pass_count(3)
-        """K: the most latent steps of a token; the model runs at most K + 1 passes."""
+        """K: maximum latent steps of a token; the model runs at most K + 1 passes."""
         target: float = 0.0
         """Share of the K + 1 passes that a token may spend in the mean, held by a threshold that follows it; 0: the
         reach and the cost decide, which hold no budget."""
@@ -77,9 +77,9 @@ class AdaptiveCot(Budgeted, Method):
         cost_weight: float = 0.01
         """lambda: weight of the cost; more means earlier stops (without a target)."""
         cost_power: float = 1.0
-        """beta: power of the right token's probability in the cost; more means later stops."""
+        """beta: power of the correct token's probability in the cost; more means later stops."""
         router_bias: float = 2.0
-        """Start of the router's bias."""
+        """Initial value of the router's bias."""
 
         def __post_init__(self) -> None:
             for name in ("steps", "gate_width"):
@@ -175,7 +175,7 @@ class AdaptiveCot(Budgeted, Method):
 
     @staticmethod
     def _take(p: Pass, h: Tensor, mass: Tensor, alive: Tensor, carry: dict[str, Tensor]) -> None:
-        """Add this step's share to the output and to the depth."""
+        """Add this step's contribution to the output and the depth."""
         part = mass.to(h.dtype)[..., None] * h
         carry["out"] = carry["out"] + part if p.index else part
         carry["depth"] = carry["depth"] + alive.float() if p.index else alive.float()

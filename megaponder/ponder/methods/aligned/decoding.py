@@ -14,7 +14,7 @@ from megaponder.decoding.passes import Run, View
 
 @dataclass
 class Aligned(View):
-    """Rows that are not active have the keys and values that they had in the pass before."""
+    """Inactive rows keep the keys and values of the previous pass."""
 
     active: Tensor | None = None
     """[b, r]; None in the first pass."""
@@ -27,13 +27,13 @@ class Aligned(View):
 
 
 class AlignedDecoding(DecodingMethod):
-    """A token goes on while `decide` says so, and adds its weighted mixture.
+    """A token continues while `decide` says so, and adds its weighted mixture.
 
     A halted token keeps its last state and, in all deeper passes, the keys and values of the pass in which it halted.
     """
 
     def decide(self, model: Any, index: int, h: Tensor, run: Run) -> tuple[Tensor, Tensor]:
-        """(weight of the mixture, whether a token goes on), both [b, n], after pass `index`."""
+        """(weight of the mixture, whether a token continues), both [b, n], after pass `index`."""
         raise NotImplementedError
 
     def deepest(self) -> int:
@@ -48,7 +48,7 @@ class AlignedDecoding(DecodingMethod):
         for index in range(1, steps + 1):
             weight, go_on = self.decide(model, index - 1, state, run)
             active = active & go_on
-            if not model.training and not active.any():  # in training every gate shall have a gradient
+            if not model.training and not active.any():  # in training every gate must get a gradient
                 for deeper in range(index, steps + 1):
                     copy(run, deeper, kept)
                 break

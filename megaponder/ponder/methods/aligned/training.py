@@ -1,8 +1,8 @@
 """Aligned halting: PonderLM passes from which tokens drop out; the base of AdaPonderLM and of the baselines.
 
-A halted token keeps its last state for the readout, its embedding stays as it is, and every layer reuses the keys and
+A halted token keeps its last state for the readout, its embedding does not change, and every layer reuses the keys and
 values of the pass in which it halted (AdaPonderLM, arXiv 2603.01914).  So a halted token needs no computation at all,
-and masking it in training, gathering it away, and aliasing its cache in decoding are the same numbers.
+and masking it in training, skipping it, and reusing its cache entries in decoding give the same numbers.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class AlignedHalting(PonderLM):
     def decide(
         self, p: Pass, state: Tensor, active: Tensor, carry: dict[str, Tensor], tools: ExitTools
     ) -> tuple[Tensor | None, Tensor]:
-        """(weight of the mixture that is fed back [n, b], or None for 1; tokens that go on [n, b] bool)."""
-        raise NotImplementedError(f"{self.name} must say which tokens go on")
+        """(weight of the mixture that is fed back [n, b], or None for 1; tokens that continue [n, b] bool)."""
+        raise NotImplementedError(f"{self.name} must say which tokens continue")
 
     def ended(self, p: Pass, state: Tensor, active: Tensor, carry: dict[str, Tensor], tools: ExitTools) -> None:
         """The last pass has run, for the active tokens."""
@@ -43,7 +43,7 @@ class AlignedHalting(PonderLM):
         return {}
 
     def gate_values(self, carry: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """What `Readout.gates` shows."""
+        """The value of `Readout.gates`."""
         return []
 
     def enter(

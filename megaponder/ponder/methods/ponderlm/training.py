@@ -52,7 +52,7 @@ class PonderLM(Method):
                 )
             if self.topk < 0:
                 raise ConfigError(
-                    "ponder.options.topk", self.topk, "it must not be negative", "use 0 for the whole vocabulary"
+                    "ponder.options.topk", self.topk, "it must not be negative", "use 0 for the full vocabulary"
                 )
 
     def passes(self, seed: int, step: int | None) -> tuple[Pass, ...]:
