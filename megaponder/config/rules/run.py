@@ -124,7 +124,7 @@ def run_is_a_folder(c: Case) -> None:
     ok = path.absolute() != Path(path.anchor or "/")
     require(ok, "run", c.cfg.run, "it is the root of the file system", "for example runs/first")
     ok = not path.exists() or path.is_dir()
-    require(ok, "run", c.cfg.run, "there is a file of this name", f"for example {c.cfg.run}-run")
+    require(ok, "run", c.cfg.run, "a file has this name", f"for example {c.cfg.run}-run")
     for child in sorted(path.iterdir()) if path.is_dir() and os.access(path, os.R_OK | os.X_OK) else []:
         require(not files.is_special(child), "run", c.cfg.run, f"{child} is a pipe or a device", "move it away")
     saved = path / "checkpoints"
