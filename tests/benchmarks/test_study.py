@@ -59,8 +59,8 @@ def test_rows_differ_in_what_they_say_alone(tmp_path: Path) -> None:
         assert changes.keys() <= {"model", "ponder", "optimizer", "train"}, name
         assert config["data"]["shuffle_seed"] == 1234
     [first] = chosen("tiny", None, ["loop"])
-    assert first.short == "loop.lr0.003.seed1"
-    assert [r.seed for r in chosen("tiny", None, ["loop.lr0.003.*"])] == [1, 2, 3]
+    assert first.short == "loop.lr0.006.seed1"
+    assert [r.seed for r in chosen("tiny", None, ["loop.lr0.006.*"])] == [1, 2, 3]
     with pytest.raises(UserError, match="no row of size tiny has such a name"):
         chosen("tiny", None, ["lop"])
 
@@ -72,8 +72,8 @@ def test_a_row_trains_and_is_evaluated_once(tmp_path: Path, capsys: pytest.Captu
     assert main([*words, "--rows", "ponderlm", "--minutes", "0.5"]) == 0
     assert "not started" in capsys.readouterr().out  # it cannot end in time
     assert main([*words, "--rows", "ponderlm"]) == 0
-    assert "ponderlm.lr0.003.seed1: done in " in capsys.readouterr().out
-    result = json.loads((tmp_path / "out" / "tiny.ponderlm.lr0.003.seed1.json").read_text())
+    assert "ponderlm.lr0.006.seed1: done in " in capsys.readouterr().out
+    result = json.loads((tmp_path / "out" / "tiny.ponderlm.lr0.006.seed1.json").read_text())
     assert result["curve"][-1]["tokens"] == 4096 and result["curve"][-1]["needed_flops"] == result["needed_flops"]
     assert set(result["kinds"]) == {"prose", "gov-law"} and 0 < result["bits_per_byte"] < 8
     assert result["corpus"]["files"]["train.jsonl"] == corpus.sha256(folder / "train.jsonl")
