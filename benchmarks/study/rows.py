@@ -45,7 +45,7 @@ SIZES = {
 LEARNING_RATES = {
     "vanilla": 3e-3, "matched": 6e-3, "loop": 6e-3, "pause": 6e-3, "ponderlm": 6e-3, "ponderlm2": 6e-3,
 }  # fmt: skip
-"""Of each family; vanilla, matched and ponderlm from benchmarks/results/study-first.md, the others await their `GRID`."""
+"""Of each family; vanilla, matched and ponderlm from benchmarks/results/study-first.md, the others wait for `GRID`."""
 GRID = (0.5, 1.0, 2.0)
 
 
