@@ -82,6 +82,11 @@ def named(path: str | Path) -> Source:
         raise UserError(f"There is no checkpoint or run folder {path}.")
     if (path / STATE).is_file() or (path / manifest.MANIFEST).is_file():
         return Source(path, [path], True)
+    if (path / "config.json").is_file() and not (path / "checkpoints").exists():
+        raise UserError(
+            f"{path} is a Hugging Face folder, neither a checkpoint nor a run: megaponder import makes a run of it, "
+            "megaponder generate and eval read it as it is."
+        )
     files.refuse_lost_link(path / "checkpoints")
     root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     return Source(path, list(folder.published(root).values()), False)

@@ -57,7 +57,8 @@ def _load(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any,
     cls = _class(path, fields, trust_remote_code)
     tensors = folder.read_weights(path)
     refuse_too_large(path, fields, tensors)
-    own = {name: value for name, value in fields.items() if not any(part in name for part in ELSEWHERE)}
+    left_out = ("dtype", *ELSEWHERE)  # the caller says which dtype
+    own = {name: value for name, value in fields.items() if not any(part in name for part in left_out)}
     config = cls.config_class.from_dict(own)
     with torch.device("meta"):
         size = sum(p.numel() for p in cls(config).parameters())

@@ -86,11 +86,13 @@ def of_run(run: Path) -> Series:
         fix = f"did you mean {folder / close[0]}" if close else f"{folder} has {', '.join(there[:8]) or 'no run'}"
         what = "this is not a run folder" if run.exists() else "there is no such run folder"
         raise UserError(f"{run}: {what}; {fix}.")
+    if (run / NAME).exists() and not (run / NAME).is_file():
+        raise UserError(f"{run / NAME} is not a file, so no run can have written metrics into it; move it away.")
     rows, damaged = scan(run / NAME, POSITION)
     if not rows:
         what = "not there"
         if (run / NAME).exists():
-            what = "empty" if (run / NAME).is_file() and not (run / NAME).stat().st_size else "not a series of rows"
+            what = "empty" if not (run / NAME).stat().st_size else "not a series of rows"
         raise UserError(
             f"{run} has no metrics yet ({run / NAME} is {what}); the first are written after logging.every steps."
         )

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megaponder.checkpoint import folder, inspect_checkpoint, load_weights, manifest
+from megaponder.checkpoint import choose, folder, inspect_checkpoint, load_weights, manifest
 from megaponder.checkpoint.damage import damage
 from megaponder.checkpoint.state import CONFIG, Contents, TrainState, save_state
 from megaponder.config.load import dump
@@ -66,7 +66,7 @@ def test_info(tmp_path):
             "it must divide",
         ),
         ("__0_0.distcp", "junk", ".metadata expects "),
-        ("__0_0.distcp", "junk" * 10_000, "cannot be loaded (CheckpointException"),
+        ("__0_0.distcp", "junk" * 10_000, "cannot be loaded (rank 0: UnpicklingError"),
     ],
 )
 def test_what_was_changed_with_its_manifest_is_a_sentence(tmp_path, name, content, words):
@@ -128,6 +128,12 @@ def test_weights_come_under_the_models_names(tmp_path):
         "decoder.layers.0.input_layernorm.weight" in weights and "decoder.layers.0.pre_mlp_layernorm.weight" in weights
     )
     assert not any(n.startswith(("optimizer", "random")) for n in weights)
+
+
+def test_an_export_is_told_from_a_checkpoint(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="is a Hugging Face folder, neither a checkpoint nor a run"):
+        choose.named(tmp_path)
 
 
 def test_importing_the_package_does_not_import_torch():

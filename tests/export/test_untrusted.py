@@ -163,6 +163,12 @@ def test_nothing_that_a_config_names_is_fetched(
         generate(path, ["a"], max_new_tokens=1, temperature=0.0)
 
 
+def test_a_dtype_that_does_not_exist_changes_nothing(folder: Path) -> None:
+    """The caller says which numbers a model computes in."""
+    edit(folder, dtype="bar", torch_dtype="foo")
+    assert uses(folder)[0]()
+
+
 def secret(folder: Path) -> Path:
     """Files of the same content outside the folder."""
     return Path(shutil.copytree(folder, folder.parent / "elsewhere" / "deep"))

@@ -126,9 +126,10 @@ def test_lost_rows_are_told(tmp_path, capsys):
         assert capsys.readouterr().out.count("has no rows for the first 3 steps") == told
 
 
-def test_a_pipe_has_no_rows(tmp_path):
-    os.mkfifo(tmp_path / "metrics.jsonl")
-    with pytest.raises(UserError, match="has no metrics yet"):
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_has_no_rows(tmp_path, make):
+    make(tmp_path / "metrics.jsonl")
+    with pytest.raises(UserError, match="is not a file, so no run can have written metrics into it; move it away"):
         jsonl.of_run(tmp_path)
 
 
