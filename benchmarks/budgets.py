@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.command import parser, script
+from benchmarks.command import number, parser, script
 from megaponder.engine import cuda_on_cpu
 
 LENGTH, BATCH, LR = 64, 16, 3e-3
@@ -32,11 +32,11 @@ DEEPEST = {"adaponderlm": 4, "adaptive_cot": 4, "ponderlm3": 3}
 def main(argv: list[str] | None = None) -> int:
     args = parser("budgets", __doc__)
     args.add_argument("method", choices=sorted(OPTIONS))
-    args.add_argument("target", type=float)
+    args.add_argument("target", type=number(0.05), help="share of passes")
     args.add_argument("--data", required=True)
-    args.add_argument("--steps", type=int, default=400)
-    args.add_argument("--seed", type=int, default=1)
-    args.add_argument("--explore", type=float, default=0.1)
+    args.add_argument("--steps", type=number(250), default=400)
+    args.add_argument("--seed", type=number(0), default=1)
+    args.add_argument("--explore", type=number(0.0), default=0.1)
     found = args.parse_args(argv)
     print(json.dumps(measure(found.method, found.target, found.data, found.steps, found.seed, found.explore)))
     return 0

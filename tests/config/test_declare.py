@@ -138,7 +138,7 @@ def other_value(name: str, value: Any) -> Any:
     if isinstance(value, str) and name != "ponder.method":
         return next(word for word in words if word != value)
     if isinstance(value, float):
-        return value / 2
+        return value / 2 or 1.0
     return "loop" if name == "ponder.method" else (value or 1) * 2
 
 

@@ -82,7 +82,7 @@ def test_another_batch_goes_on_behind_what_was_consumed(base: Base):
     }
     jobs = [base.copy(f"batch-{name}", upto=6) | changes for name, changes in ways.items()]
     _, output = run("run_many", 1, jobs=jobs)
-    assert "Warning: train.global_batch was 4 up to this checkpoint and is 1 from here." in output
+    assert "Warning: train.global_batch was 4 up to this checkpoint and is 1 from here on." in output
     for name, last in (("smaller", 26), ("larger", 40), ("ramped", 30)):
         rows = base.rows(f"batch-{name}")
         assert rows[6]["sequences"] == 24 and rows[8]["sequences"] == last, name
@@ -94,7 +94,7 @@ def test_a_budget_of_tokens_counts_what_earlier_batches_were(base: Base):
     tokens = {"train__tokens": 512, "train__steps": None, "train__global_batch": 8}
     _, output = run("run_many", 1, jobs=[base.copy("tokens", upto=6) | tokens])
     rows = base.rows("tokens")
-    assert "Warning: train.tokens was None up to this checkpoint and is 512 from here." in output
+    assert "Warning: train.tokens was None up to this checkpoint and is 512 from here on." in output
     assert "Warning: train.steps" not in output
     assert max(rows) == 7 and rows[7]["tokens"] == 512 and rows[7]["total_steps"] == 7
     assert "step 7/7" in output
@@ -265,6 +265,8 @@ def test_a_budget_goes_on_in_the_middle_of_its_ramp(base: Base):
     def assert_same(name: str, exact: bool) -> None:
         want, got = base.rows("budget"), base.rows(name)
         for key in (*SERIES, "ponder_wanted_depth", "ponder_price_of_a_pass", "ponder_valid_mean_depth"):
+            if key == "executed_flops" and name.endswith("skip"):
+                continue  # halted tokens are left out there, and only masked in the run before
             a, b = ([rows[s][key] for s in range(4, 9) if key in rows[s]] for rows in (want, got))
             assert len(set(a)) > 1 or key not in ("ponder_wanted_depth", "ponder_price_of_a_pass"), key
             np.testing.assert_allclose(b, a, 0 if exact else RTOL, 0 if exact else ATOL, err_msg=f"{name}: {key}")

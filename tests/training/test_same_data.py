@@ -134,7 +134,7 @@ def test_too_many_steps_without_targets_end_the_run_before_them(base: Base, chan
     sentence = agreed(changed, "starved")
     assert sentence.startswith("Steps 3 to 5 have no target that counts in the loss (data.loss_mask), more than ")
     assert "faults.max_without_targets = 2 in a row: sequences 8 to 19 of data.train, from " in sentence
-    assert "starved-data/train; look" in sentence and sentence.endswith("up to step 2 is saved.")
+    assert "starved-data/train; check" in sentence and sentence.endswith("up to step 2 is saved.")
     assert "Resuming from checkpoint " in changed[1]["starved"] and "step_00000002." in changed[1]["starved"]
     assert agreed(changed, "starved-again") == 0
     np.testing.assert_allclose(losses(base, "starved"), losses(base, "whole"), atol=1e-4)
