@@ -70,7 +70,9 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--tokens", type=number(1), metavar="N", help="training tokens; default: the size's")
     options.add_argument("--rows", nargs="+", metavar="NAME", help="names of rows, or patterns")
     options.add_argument("--list", action="store_true", help="show the rows and what is known of them, and stop")
-    options.add_argument("--parallel", type=number(1), metavar="N", help="rows at a time; default: 7 on a GPU, else 1")
+    options.add_argument(
+        "--parallel", type=number(1), metavar="N", help="rows at a time; default: 7 for each GPU, else 1"
+    )
     options.add_argument("--minutes", type=number(0.1), metavar="M", help="time that there is; default: no limit")
     options.add_argument("--work", type=folder, default=Path("runs/study"), help="runs; default: %(default)s")
     options.add_argument("--out", type=folder, default=RESULTS / "study", help="results; default: %(default)s")
@@ -112,7 +114,9 @@ def main(argv: list[str] | None = None) -> None:
             queue.write(run / "row.json", task)
             jobs.append(queue.Job(row.name, run / "row.json", run / "row.log", flops_left(row, task)))
     minutes = None if args.minutes is None else args.minutes - (time.monotonic() - begin) / 60
-    done = queue.run(jobs, args.parallel or (7 if cuda else 1), minutes, queue.RATES["cuda" if cuda else "cpu"], say)
+    gpus = max(1, torch.cuda.device_count())
+    rate = queue.RATES["cuda" if cuda else "cpu"] * gpus
+    done = queue.run(jobs, args.parallel or (7 * gpus if cuda else 1), minutes, rate, say, gpus)
     if len(done) < len(jobs):
         say(f"{len(jobs) - len(done)} of {len(jobs)} rows remain; the same command goes on.")
 

@@ -19,8 +19,9 @@ SAVING = 45.0
 """Seconds before the end of the time at which rows that still run are asked to save and stop."""
 START = 60.0
 """Guess of what a row takes besides its steps."""
-RATES = {"cuda": 8e13, "cpu": 5e9}
-"""Guess of the FLOP/s of all rows together, until one has ended."""
+RATES = {"cuda": 4e14, "cpu": 5e9}
+"""Guess of FLOP/s until a row has ended, for a row that runs beside others of its own size: more than all rows of a
+device reach together (1.75e14 on an H200), since most are lighter."""
 
 
 @dataclass
@@ -35,7 +36,9 @@ class Job:
     """Needed by what is left of its training."""
 
 
-def run(jobs: list[Job], parallel: int, minutes: float | None, rate: float, say: Callable[[str], None]) -> list[str]:
+def run(
+    jobs: list[Job], parallel: int, minutes: float | None, rate: float, say: Callable[[str], None], gpus: int = 1
+) -> list[str]:
     """Run the jobs; names of those that have ended.  Those that cannot end in time are not started.
 
     `rate`: FLOP/s of all rows together, as far as is known; what is seen of the first that end replaces it.
@@ -55,7 +58,8 @@ def run(jobs: list[Job], parallel: int, minutes: float | None, rate: float, say:
         while waiting or going:
             while len(going) < parallel and (job := next((j for j in waiting if needs(j) < left()), None)) is not None:
                 waiting.remove(job)
-                going[_start(job)] = (job, time.monotonic())
+                gpu = min(range(gpus), key=lambda g: sum(g == used for _, _, used in going.values()))
+                going[_start(job, gpu if gpus > 1 else None)] = (job, time.monotonic(), gpu)
                 say(f"{job.name}: started; {left():.0f} s are left." if end else f"{job.name}: started.")
             if not going:
                 break
@@ -64,7 +68,7 @@ def run(jobs: list[Job], parallel: int, minutes: float | None, rate: float, say:
                 for process in going:
                     process.send_signal(signal.SIGTERM)
             for process in [p for p in going if p.poll() is not None]:
-                job, started = going.pop(process)
+                job, started, _ = going.pop(process)
                 seconds = time.monotonic() - started
                 if process.returncode == 0:
                     done.append(job.name)
@@ -84,8 +88,10 @@ def run(jobs: list[Job], parallel: int, minutes: float | None, rate: float, say:
     return done
 
 
-def _start(job: Job) -> subprocess.Popen[bytes]:
+def _start(job: Job, gpu: int | None) -> subprocess.Popen[bytes]:
     environment = dict(os.environ)
+    if gpu is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
     environment.setdefault("OMP_NUM_THREADS", "1")
     environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with open(job.log, "ab") as log:
