@@ -63,6 +63,21 @@ def sweep(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+WINDOW = 4096
+"""Bytes of a window."""
+_WINDOWS = 64
+
+
+def windows(size: int) -> list[int]:
+    """Offsets of evenly spread windows of a file, multiples of their size: the first, the last and up to 62 between.
+
+    They cover all of a file of at most 256 KiB.
+    """
+    last = max(0, size - 1) // WINDOW
+    step = last / (_WINDOWS - 1)
+    return [at * WINDOW for at in sorted({*(int(i * step) for i in range(_WINDOWS - 1)), last})]
+
+
 def checksum(path: Path, fresh: bool = False) -> int:
     """CRC-32 of a file's bytes; `fresh`: read from the disk or server, not from the system's cache."""
     value = 0

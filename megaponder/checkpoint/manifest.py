@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from megaponder.files import checksum, read_bounded, sync, write_json
+from megaponder.files import WINDOW, checksum, read_bounded, sync, windows, write_json
 
 MANIFEST = "manifest.json"
 LARGEST = 1 << 26
@@ -111,23 +111,18 @@ def changed(folder: Path, name: str, want: dict[str, int], fresh: bool = False) 
     return None
 
 
-WINDOW, WINDOWS = 4096, 64
-"""Bytes of a sample, and samples of a file; files of at most 256 KiB are read whole."""
-
-
 def samples(folder: Path) -> dict[str, int]:
-    """Checksum of evenly spread bytes of each listed file, to compare what nodes see: cheap enough for all of them.
+    """Checksum of each listed file's `windows`, to compare what nodes see: cheap enough for all of them.
 
     A file that cannot be read has -1.
     """
     found = {}
     for name, want in listed(folder).items():
-        last = max(0, want["bytes"] - WINDOW)
         value = 0
         try:
             with (folder / name).open("rb") as file:
-                for i in range(WINDOWS):
-                    file.seek(i * last // (WINDOWS - 1))
+                for at in windows(want["bytes"]):
+                    file.seek(at)
                     value = zlib.crc32(file.read(WINDOW), value)
         except OSError:
             value = -1

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megaponder import files
-from megaponder.data.identity import WINDOW
 from megaponder.data.indexed import Index, check_all, read_index
 from megaponder.data.info import DatasetMeta, read_meta
 from megaponder.errors import UserError
+from megaponder.files import WINDOW
 
 _BLOCK_TOKENS = 1 << 22
 LONGEST = 3
@@ -42,7 +42,7 @@ class Audit:
     inner_eods: int = 0
     """EOD tokens before the end of their sequence."""
     zeros: int = 0
-    """Tokens in blocks of `identity.WINDOW` bytes that are all zero, as in a region that was never written."""
+    """Tokens in blocks of `files.WINDOW` bytes that are all zero, as in a region that was never written."""
     first_zero: int | None = None
     """The first of them."""
     meta: DatasetMeta | None = None

@@ -12,17 +12,12 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 
-import numpy as np
-
 from megaponder.data.checked import CheckedFile
 from megaponder.data.indexed import Index
 from megaponder.data.info import DatasetMeta
 from megaponder.errors import UserError
+from megaponder.files import WINDOW, windows
 
-WINDOWS = 64
-"""Number of windows sampled from the .bin file: the first, the last and evenly spread ones."""
-WINDOW = 4096
-"""Bytes of a window, and the length of a run of zeros that counts as a region that was never written."""
 _BLOCK = 1 << 24
 _THREADS = 16  # storage serves many requests at a time
 Stored = dict[str, str | int | None]
@@ -65,7 +60,7 @@ def _short(value: object) -> str:
 def identify(index: Index, meta: DatasetMeta | None) -> Identity:
     """The identity of an opened dataset.  UserError if its files cannot be read to the end."""
     digest = hashlib.sha256()
-    for at in _windows(index.bin_bytes):
+    for at in windows(index.bin_bytes):
         digest.update(index.ids.file.read(at, min(WINDOW, index.bin_bytes - at)))
     idx = index.lengths.file
     tokenizer = meta.tokenizer_fingerprint if meta else None
@@ -94,12 +89,6 @@ def _crc(file: CheckedFile) -> int:
     return value
 
 
-def _windows(size: int) -> list[int]:
-    """Offsets of the windows, multiples of their size."""
-    last = max(0, size - 1) // WINDOW
-    return [int(i) * WINDOW for i in np.unique(np.linspace(0, last, WINDOWS).astype(np.int64))]
-
-
 def unwritten(index: Index) -> str | None:
     """Words about a region of the .bin file that was never written, or is all zero; None if none is found.
 
@@ -109,7 +98,7 @@ def unwritten(index: Index) -> str | None:
     hole = file.hole(end)
     if hole is not None and hole[1] - hole[0] >= WINDOW:
         return f"bytes {hole[0]:,} to {hole[1]:,} were never written (a hole in the file)"
-    for at in _windows(end):
+    for at in windows(end):
         if at + WINDOW <= end and not any(file.read(at, WINDOW)):
             return f"bytes {at:,} to {at + WINDOW:,} are all zero"
     return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,8 +48,6 @@ class StepOutput:
     """Evaluation of a method with halting: `Objective.by_token` of the global batch, on the CPU."""
     empty: int = field(default=0, compare=False)
     """Micro-batches of the global batch in which no target counts."""
-    seconds: float = field(default=0.0, compare=False)
-    """Time on this rank; the host has read the loss, so GPU work is included."""
 
 
 def _loss_of(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -122,7 +119,6 @@ class Engine:
         With `train`, every parameter's `main_grad` afterwards holds the gradient of the mean loss over the global
         batch's valid tokens, reduced over all groups (its shard, under the distributed optimizer).
         """
-        begin = time.perf_counter()
         batches = [_on_device(b, self.groups.device) for b in batches]
         each = torch.stack([b.loss_mask_bn.sum() for b in batches]).float()
         counts = torch.stack([each.sum(), (each == 0).sum()])
@@ -145,7 +141,7 @@ class Engine:
         valid, empty = counts.tolist()
         out = self._collect(run, int(valid))
         out.empty = int(empty)
-        out.passes, out.seconds = len(run.passes), time.perf_counter() - begin
+        out.passes = len(run.passes)
         return out
 
     def settle(self, out: StepOutput, step: int) -> None:
