@@ -75,6 +75,7 @@ def _kinds() -> Iterator[Kind]:
     yield Kind("vanilla-sqrt_2.5h", "vanilla", "matched", scale="sqrt_2.5h")
     yield Kind("vanilla-deeper", "vanilla", "matched", scale="sqrt_2.5h", deeper=2)
     yield Kind("loop", "loop", "loop", {"extra_passes": STEPS})
+    yield Kind("loop-random", "loop", "loop", {"extra_passes": STEPS, "draw": "uniform", "draw_to": 2 * STEPS - 1})
     yield Kind("pause", "pause", "pause", {"pauses": STEPS})
     yield Kind("ponderlm", "ponderlm", "ponderlm", {"steps": STEPS})
     drawn = {"jacobi": 3, "jacobi_from": 2, "jacobi_to": 3}

@@ -35,6 +35,7 @@ class MethodLike(Protocol):
     skips: bool
 
     def passes(self, seed: int, step: int | None) -> Sequence[PassLike]: ...
+    def longest(self, seed: int) -> Sequence[PassLike]: ...
     def extra_flops(self, p: Any, vocab_size: int) -> float: ...
 
 
@@ -49,8 +50,6 @@ class MethodFacts:
     keeps_kv: bool = False
     skips: bool = False
     """Tokens halt, and a halted one needs no computation."""
-    varying_passes: bool = False
-    """The number of passes differs between steps."""
     has_parameters: bool = False
     """The method has parameters of its own beside the backbone's."""
     token_rows: Mapping[str, int] = field(default_factory=dict)

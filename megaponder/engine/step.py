@@ -27,6 +27,7 @@ from megaponder.engine.chunks import PassChunk, Runner, Step
 from megaponder.engine.groups import Groups
 from megaponder.engine.message import rider_width
 from megaponder.engine.model import PonderStage, is_watched, loss_of_pass
+from megaponder.engine.overlap import Arrivals
 from megaponder.engine.p2p import PassCommunicator, receive_orders
 from megaponder.engine.stash import PassState, Stash
 from megaponder.engine.stopwatch import Stopwatch
@@ -87,8 +88,11 @@ class Engine:
         """Time of the last training step, from its first forward up to the reduction of gradients."""
         config = stage.config
         config.finalize_model_grads_func = self._finalize
+        self._arrivals: Arrivals | None = None
         if ddp.ddp_config.overlap_grad_reduce:
             config.no_sync_func = ddp.no_sync
+            if groups.pp_size > 1:
+                self._arrivals = Arrivals(ddp)
 
     def _finalize(self, *_: Any, **__: Any) -> None:
         """Reduce gradients: one DDP, whatever the number of passes; no rescaling."""
@@ -131,6 +135,8 @@ class Engine:
         run = Step(passes, batches, number, tokens.clamp(min=1.0), flight)
         if self.stage.fp8:
             self.stage.fp8.begin_step()
+        if train and self._arrivals is not None:
+            self._arrivals.expect(passes)
         if train and self._runner.captures is not None:
             self._runner.captures.begin_step()
         self.own_time.start()

@@ -10,7 +10,7 @@ from megaponder.config.method_facts import MethodFacts, OwnParameters
 from megaponder.config.rules.layout import choose_group
 from megaponder.config.schema import RunConfig
 from megaponder.plan.advice import Change, savings
-from megaponder.plan.flops import StepFlops, mean_executed, mean_needed, step_flops
+from megaponder.plan.flops import StepFlops, mean_executed, mean_needed, plan_flops, steps_seen
 from megaponder.plan.memory import GIB, Memory, rank_memory, settle_graphs
 from megaponder.plan.parameters import Parameters, model_parameters, rank_parameters
 from megaponder.plan.time import Estimate, estimate
@@ -41,7 +41,9 @@ class Plan:
     table_rows: int
     """Rows of the padded vocabulary."""
     flops: StepFlops
-    """Of step 0."""
+    """Of the longest plan of a step, which memory must hold."""
+    mean_passes: float
+    """Passes of a step, mean over steps."""
     needed: float
     """Training FLOPs per token, mean over steps."""
     executed: float
@@ -91,9 +93,8 @@ def build_plan(cfg: RunConfig, method: Any, facts: MethodFacts, world_size: int,
     m = cfg.train.global_batch // (cfg.train.micro_batch * dp)
     interleaved = par.pipeline > 1 and facts.max_passes > 1
     own = own_parameters(method, cfg.model.num_layers)
-    passes = max(
-        (method.passes(cfg.train.seed, step) for step in range(8)), key=lambda plan: sum(p.slots for p in plan)
-    )
+    passes = method.longest(cfg.train.seed)
+    counts = [len(method.passes(cfg.train.seed, step)) for step in steps_seen(cfg, method)]
     te = cfg.precision.implementation != "local"
     stages = range(par.pipeline)
     room = gpu.memory_gib * GIB
@@ -114,7 +115,8 @@ def build_plan(cfg: RunConfig, method: Any, facts: MethodFacts, world_size: int,
         ),
         parameters=model_parameters(cfg.model, own),
         table_rows=cfg.model.padded_vocab,
-        flops=step_flops(cfg, method),
+        flops=plan_flops(cfg, method, passes),
+        mean_passes=sum(counts) / len(counts),
         needed=mean_needed(cfg, method),
         executed=mean_executed(cfg, method),
         stages=memory,

@@ -24,7 +24,7 @@ from megaponder.plan.layer import key_flops, linear_flops, unread_flops
 BACKWARD = 2.0
 """Backward FLOPs per forward FLOP: the gradients of input and weight."""
 PLANS_AVERAGED = 256
-"""Steps over which a random plan is averaged."""
+"""Steps over which plans are averaged where they differ from step to step."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,11 @@ def pass_flops(cfg: RunConfig, method: MethodLike, p: PassLike) -> PassFlops:
 
 def step_flops(cfg: RunConfig, method: MethodLike, step: int = 0) -> StepFlops:
     """FLOPs of the plan of one step."""
-    plan = method.passes(cfg.train.seed, step)
+    return plan_flops(cfg, method, method.passes(cfg.train.seed, step))
+
+
+def plan_flops(cfg: RunConfig, method: MethodLike, plan: Sequence[PassLike]) -> StepFlops:
+    """FLOPs of a plan."""
     stages, layers = cfg.parallel.pipeline, cfg.model.num_layers
     assert layers
     again = tuple(recomputed_layers(cfg, p.index) * stages / layers for p in plan)
@@ -108,19 +112,22 @@ def step_flops(cfg: RunConfig, method: MethodLike, step: int = 0) -> StepFlops:
 
 
 def mean_needed(cfg: RunConfig, method: MethodLike) -> float:
-    """Needed training FLOPs per token, averaged over the plans of the first steps."""
-    return _mean([step_flops(cfg, method, step).needed for step in _steps(cfg, method)])
+    """Needed training FLOPs per token, averaged over the run's plans."""
+    return _mean([step_flops(cfg, method, step).needed for step in steps_seen(cfg, method)])
 
 
 def mean_executed(cfg: RunConfig, method: MethodLike) -> float:
-    """Executed training FLOPs per token, averaged over the plans of the first steps."""
-    return _mean([step_flops(cfg, method, step).executed for step in _steps(cfg, method)])
+    """Executed training FLOPs per token, averaged over the run's plans."""
+    return _mean([step_flops(cfg, method, step).executed for step in steps_seen(cfg, method)])
 
 
-def _steps(cfg: RunConfig, method: MethodLike) -> range:
-    first = [tuple(method.passes(cfg.train.seed, step)) for step in range(8)]
-    fixed = all(plan == first[0] for plan in first)
-    return range(1 if fixed else min(PLANS_AVERAGED, cfg.train.steps or PLANS_AVERAGED))
+def steps_seen(cfg: RunConfig, method: MethodLike) -> list[int]:
+    """Steps whose plans stand for the run's: one if all are the same, else many, evenly spread over the run."""
+    total = cfg.train.steps or PLANS_AVERAGED
+    count = min(PLANS_AVERAGED, total)
+    spread = [i * total // count for i in range(count)]
+    plans = {tuple(method.passes(cfg.train.seed, step)) for step in spread}
+    return [0] if len(plans) == 1 else spread
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -73,7 +73,8 @@ def parameter_table(plan: Plan) -> Table:
 def flops_table(plan: Plan) -> Table:
     """Forward FLOPs per token by pass and part."""
     columns = ("pass", "slots", "linear", "attention", "head", "extra", "total")
-    table = _table("Forward FLOPs per token (multiply-add = 2, causal half)", *columns)
+    what = ", of a step with the most passes" if abs(plan.mean_passes - len(plan.flops.passes)) > 1e-9 else ""
+    table = _table(f"Forward FLOPs per token (multiply-add = 2, causal half){what}", *columns)
     size, unit = (1e9, "G") if plan.flops.forward >= 1e8 else (1e6, "M")
     for p in plan.flops.passes:
         row = [f"{x / size:.3f} {unit}" if x else "-" for x in (p.linear, p.attention, p.head, p.extra, p.total)]
@@ -137,13 +138,15 @@ def print_plan(cfg: RunConfig, plan: Plan, console: Console) -> None:
     table.add_row("GPUs", f"{lay.world_size} = tensor {lay.tensor} x pipeline {lay.pipeline} x data {lay.data}")
     table.add_row("sequence parallel", "yes" if lay.sequence_parallel else "no")
     table.add_row("layers per stage", str(lay.layers_per_stage))
-    passes, length = len(plan.flops.passes), cfg.data.sequence_length
+    most, length = len(plan.flops.passes), cfg.data.sequence_length
+    varies = abs(plan.mean_passes - most) > 1e-9
+    passes = f"{plan.mean_passes:.3g} passes each in the mean, {most} at most" if varies else f"{most} passes each"
     group = f", in groups of {lay.microbatch_group} per pass" if lay.microbatch_group else ""
     table.add_row(
         "a step",
         f"{t.global_batch} sequences x {length} tokens = {t.global_batch * length:,} tokens",
     )
-    table.add_row("on a rank", f"{lay.micro_batches} micro-batches of {t.micro_batch}, {passes} passes each{group}")
+    table.add_row("on a rank", f"{lay.micro_batches} micro-batches of {t.micro_batch}, {passes}{group}")
     table.add_row("vocabulary", f"{cfg.model.vocab_size:,} in a table of {plan.table_rows:,} rows")
     table.add_row("pipeline idles", f"{est.bubble:.1%} of the time" if lay.pipeline > 1 else "never")
     _show(console, table)
@@ -152,7 +155,8 @@ def print_plan(cfg: RunConfig, plan: Plan, console: Console) -> None:
     console.print()
     _show(console, flops_table(plan))
     again = f", executed {si(plan.executed)} with recompute" if plan.executed > plan.needed else ""
-    console.print(f"training: needed {si(plan.needed)} a token (3 x forward){again}", end="\n\n")
+    how = "mean over steps of 3 x forward" if varies else "3 x forward"
+    console.print(f"training: needed {si(plan.needed)} a token ({how}){again}", end="\n\n")
     _show(console, memory_table(plan))
     console.print(_verdict(plan), end="\n\n")
     table = _table(f"Time at {plan.mfu:.0%} MFU of {plan.peak_tflops:g} TFLOP/s (BF16 peak)", "", "")

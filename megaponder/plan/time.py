@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megaponder.config import budget
 from megaponder.config.method_facts import MethodLike
 from megaponder.config.schema import RunConfig
-from megaponder.plan.flops import mean_needed
+from megaponder.plan.flops import mean_needed, steps_seen
 
 
 @dataclass(frozen=True)
@@ -51,5 +51,5 @@ def bubble_share(cfg: RunConfig, method: MethodLike, world_size: int) -> float:
     pp = cfg.parallel.pipeline
     dp = max(1, world_size // (cfg.parallel.tensor * pp))
     m = max(1, cfg.train.global_batch // (cfg.train.micro_batch * dp))
-    k = len(method.passes(cfg.train.seed, 0))
-    return (pp - 1) / (k * m + pp - 1)
+    ks = [len(method.passes(cfg.train.seed, step)) for step in steps_seen(cfg, method)]
+    return (pp - 1) / (sum(ks) / len(ks) * m + pp - 1)

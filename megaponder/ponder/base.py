@@ -31,6 +31,8 @@ from megaponder.config.presets import NEOX_RECIPE
 from megaponder.decoding.window import Window
 from megaponder.errors import UserError
 
+PLANS_SEEN = 64
+"""Steps whose plans are looked at for the longest: enough to see every one that is drawn from a few."""
 PARAMETER_PREFIX = "method_"
 """How the names of a method's own parameters begin (method_entry, method_layers, method_modules): a start from weights
 alone may lack them or leave them out."""
@@ -235,6 +237,12 @@ class Method:
         """The passes of a step: a pure function of (seed, step), so that all ranks agree; step None: evaluation."""
         return (Pass(0, last=True),)
 
+    def longest(self, seed: int) -> tuple[Pass, ...]:
+        """The plan of a training step that takes the most rows, which memory must hold; by default of the first
+        steps."""
+        plans = (self.passes(seed, step) for step in range(PLANS_SEEN))
+        return max(plans, key=lambda plan: sum(p.slots for p in plan))
+
     def max_depth(self) -> int:
         """The maximum number of passes (or steps) of a token."""
         return len(self.passes(0, None))
@@ -378,6 +386,11 @@ def register(cls: type[Method]) -> type[Method]:
 def depth_scaled(shape: Shape, passes: int) -> tuple[str, float]:
     """The papers' initialisation: truncated normal, output projections divided by sqrt(2 L passes)."""
     return "trunc_normal", (2 * shape.num_layers * passes) ** -0.5
+
+
+def repeated(extra: int) -> tuple[Pass, ...]:
+    """The plan of a first pass and `extra` more, all of one row per token."""
+    return tuple(Pass(i, last=i == extra) for i in range(extra + 1))
 
 
 def interleave(stages: list[Tensor]) -> Tensor:

@@ -8,22 +8,16 @@ from typing import Any
 from megaponder.config.method_facts import MethodFacts, MethodLike
 from megaponder.ponder.base import Method
 
-PLANS_SEEN = 64
-"""Steps whose plans are sampled: enough to see every pass count of a method that draws it from a few values."""
-
-
 def facts_of(method: MethodLike, seed: int = 0) -> MethodFacts:
-    """The facts of a built method; its plan is sampled over the first steps of a seed."""
-    plans = [method.passes(seed, step) for step in range(PLANS_SEEN)]
-    counts = {len(plan) for plan in plans}
+    """The facts of a built method."""
+    longest = method.longest(seed)
     return MethodFacts(
-        max_passes=max(counts),
-        max_slots=max(p.slots for plan in plans for p in plan),
+        max_passes=len(longest),
+        max_slots=max(p.slots for p in longest),
         rider_channels=method.rider_channels,
         mixes_vocabulary=method.mixes_vocabulary,
         keeps_kv=method.keeps_kv,
         skips=method.skips,
-        varying_passes=len(counts) > 1,
         has_parameters=_has_parameters(method),
         token_rows=_declared(method.options, "parameter"),
         token_counts=_declared(method.options, "counts_tokens"),

@@ -141,7 +141,7 @@ def graphs_that_fit(cfg: RunConfig, method: Method, device: torch.device, world_
     from megaponder.plan.memory import settle_graphs
 
     room = torch.cuda.get_device_properties(device).total_memory
-    return settle_graphs(cfg, facts_of(method, 1), method.passes(cfg.train.seed, 0), world_size, room)
+    return settle_graphs(cfg, facts_of(method, 1), method.longest(cfg.train.seed), world_size, room)
 
 
 def write_config(cfg: RunConfig) -> None:

@@ -175,12 +175,6 @@ BROKEN: list[Broken] = [
         parallel__overlap_param_gather=True,
         parallel__distributed_optimizer=True,
     ),
-    broken(
-        "parallel.overlap_grad_reduce",
-        "number of passes",
-        facts=MethodFacts(varying_passes=True),
-        parallel__overlap_grad_reduce=True,
-    ),
     broken("ponder.skip_halted", "never halts tokens", ponder__skip_halted=True),
     broken("parallel.deallocate_pipeline_outputs", "gloo", machine=CPU, parallel__deallocate_pipeline_outputs=True),
     broken("parallel.timeout_minutes", "more than 0", parallel__timeout_minutes=0.0),
@@ -253,7 +247,6 @@ def test_every_rule_has_a_case_here() -> None:
         (1, PASSES4, None, {"train__batch_rampup": [32, 32, 5000]}),
         (1, MethodFacts(), None, {"train__tokens": 10 * 256 * 2048, "train__steps": 10}),
         (1, MethodFacts(), None, {"data__train": [0.2, "a", 0.8, "b"], "data__valid": ["c"]}),
-        (1, MethodFacts(varying_passes=True), None, {}),
         (1, MethodFacts(has_parameters=True), None, {"train__method_only_steps": 5}),
         (4096, PASSES4, None, {"parallel__tensor": 4, "parallel__pipeline": 4, "train__global_batch": 4096}),
     ],
@@ -321,6 +314,9 @@ class Drawn:
         def __init__(self, slots: int):
             self.index, self.last, self.slots, self.feedback_slots = 0, False, slots, 1
 
+    def longest(self, seed: int) -> list[Drawn.Pass]:
+        return self.passes(seed, 1 - seed)
+
     def passes(self, seed: int, step: int) -> list[Drawn.Pass]:
         return [self.Pass(1), *[self.Pass(2)] * (2 + (seed + step) % 2)]
 
@@ -329,7 +325,7 @@ class Drawn:
 
 
 def test_facts_of_a_method() -> None:
-    assert facts_of(Drawn()) == MethodFacts(4, 2, 2, True, True, varying_passes=True)
+    assert facts_of(Drawn()) == MethodFacts(4, 2, 2, True, True)
     shape = Shape("llama", 2, 8)
     own = {name: facts_of(build_method(name, {}, shape)).has_parameters for name in ("ponderlm", "adaponderlm")}
     assert own == {"ponderlm": False, "adaponderlm": True}

@@ -16,6 +16,9 @@ CASES: dict[str, dict[str, Any]] = {
     "vanilla": {"family": "llama", "method": "vanilla"},
     "pause": {"family": "gpt2", "method": "pause", "options": {"pauses": 2, "pause_token_id": 3}},
     "loop": {"family": "llama", "method": "loop", "options": {"extra_passes": 2}},
+    "loop-drawn": {
+        "family": "llama", "method": "loop", "options": {"extra_passes": 2, "draw": "lognormal", "draw_to": 3},
+    },
     "ponderlm": {"family": "pythia", "method": "ponderlm", "options": {"steps": 2}},
     "ponderlm2-drawn": {"family": "llama", "method": "ponderlm2", "options": {"jacobi_from": 1, "jacobi_to": 3}},
     "ponderlm3": {"family": "llama", "method": "ponderlm3", "options": {"latents": 2, "ramp_end": 4}},
@@ -45,6 +48,7 @@ SPREAD: dict[str, dict[str, Any]] = {
     "vanilla-pp2": CASES["vanilla"] | {"pipeline": 2, "micro_batches": 4},
     "ponderlm-pp2": CASES["ponderlm"] | {"pipeline": 2, "micro_batches": 5},
     "ponderlm2-drawn-pp2": CASES["ponderlm2-drawn"] | {"pipeline": 2, "micro_batches": 3},
+    "loop-drawn-pp2": CASES["loop-drawn"] | {"pipeline": 2, "micro_batches": 4},
     "adaponderlm-gathered-pp2": CASES["adaponderlm-gathered"] | {"pipeline": 2, "micro_batches": 4},
     "loop-pp2-recompute": CASES["loop"] | {"pipeline": 2, "micro_batches": 4, "recompute": True},
     "adaptive_cot-dp2": CASES["adaptive_cot"] | {"data": 2},

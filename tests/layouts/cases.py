@@ -30,6 +30,9 @@ CASES = {
     "vanilla-llama-tied": Case("llama", "vanilla", model={"tie_embeddings": True}),
     "vanilla-pythia": Case("pythia", "vanilla"),
     "loop-llama-gqa": Case("llama", "loop", {"extra_passes": 2}, {"num_kv_heads": 2}),
+    "loop-drawn-gqa": Case(
+        "llama", "loop", {"extra_passes": 2, "draw": "lognormal", "draw_to": 3}, {"num_kv_heads": 2}, steps=4
+    ),
     "pause-gpt2": Case("gpt2", "pause", {"pauses": 2, "pause_token_id": 90}, {"tie_embeddings": True}),
     "ponderlm-pythia": Case("pythia", "ponderlm", {"steps": 3}),
     "ponderlm-topk-gpt2-tied": Case("gpt2", "ponderlm", {"steps": 2, "topk": 5, "multiply_by_steps": True}),
@@ -195,22 +198,26 @@ REPRESENTATIVES = (
     "everything-llama",
     "everything-deep",
 )
+DRAWN = "loop-drawn-gqa"
+"""4, 3, 2 and again 4 passes: an overlapped
+reduction must know how many gradients a step brings."""
 WHOLE = "MEGAPONDER_WHOLE_MATRIX" in os.environ
 """Every case in every layout, evaluation included: minutes on many cores, the better part of an hour on two."""
 
 
 def cases_of(layout: Layout) -> list[str]:
-    """Cases that run in a layout: those whose layers its pipeline divides and whose passes it allows to vary.
+    """Cases that run in a layout: those whose layers its pipeline divides.
 
     Deep cases exist for PP = 3; elsewhere they run where most comes together.  Unless WHOLE,
     layouts without `every` run `REPRESENTATIVES` only.
     """
     found = []
     for name, case in CASES.items():
-        if not (layout.every or WHOLE or name in REPRESENTATIVES):
+        chosen = layout.every or name in REPRESENTATIVES or (layout.overlap and name == DRAWN)
+        if not (chosen or WHOLE):
             continue
         layers = case.model.get("num_layers", 2)
-        if (layers == 2 or layout.deep) and layers % layout.pipeline == 0 and not (layout.overlap and case.steps > 1):
+        if (layers == 2 or layout.deep) and layers % layout.pipeline == 0:
             found.append(name)
     return found
 

@@ -115,7 +115,7 @@ def test_a_published_throughput() -> None:
 
 def test_random_plans_are_averaged() -> None:
     cfg = config("llama-125m")
-    cfg.train.steps = 1000
+    cfg.train.steps = 200  # fewer than are averaged: all
     method = method_of(cfg)
 
     class Drawn:

@@ -127,13 +127,6 @@ def overlap_has_what_it_needs(c: Case) -> None:
         require(p.overlap_grad_reduce, field, True, "it needs parallel.overlap_grad_reduce", fix)
 
 
-def overlap_needs_fixed_passes(c: Case) -> None:
-    """megatron-core counts in the first step how often each gradient arrives, and later reduces at that count."""
-    rule = "the method changes its number of passes between steps, and the reduction would start too early or never"
-    ok = not (c.cfg.parallel.overlap_grad_reduce and c.facts.varying_passes)
-    require(ok, "parallel.overlap_grad_reduce", True, rule, "use false, or a fixed number of passes")
-
-
 def skipping_needs_halting(c: Case) -> None:
     """Only a method whose halted tokens need no computation can leave them out."""
     rule = f"method {c.cfg.ponder.method} never halts tokens, so there are none to skip"
@@ -171,7 +164,6 @@ RULES: tuple[Rule, ...] = (
     batch_divides,
     passes_fill_the_pipeline,
     overlap_has_what_it_needs,
-    overlap_needs_fixed_passes,
     skipping_needs_halting,
     recompute_names_layers_and_passes,
     gloo_keeps_outputs,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megaponder.ponder.base import CoreAttention, EntryTools, ExitTools, Flow, Pass, Readout
+from megaponder.ponder.base import CoreAttention, EntryTools, ExitTools, Flow, Method, Pass, Readout, repeated
 from megaponder.ponder.methods.ponderlm.training import PonderLM
 
 
@@ -21,6 +21,12 @@ class AlignedHalting(PonderLM):
     keeps_kv = True
     halts = True
     skips = True
+
+    def passes(self, seed: int, step: int | None) -> tuple[Pass, ...]:
+        return repeated(self.options.steps)
+
+    def longest(self, seed: int) -> tuple[Pass, ...]:
+        return Method.longest(self, seed)
 
     def decides(self) -> bool:
         return True

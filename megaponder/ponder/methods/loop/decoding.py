@@ -15,6 +15,7 @@ class Loop(DecodingMethod):
 
     name = "loop"
     defaults = {"extra_passes": 3}
+    training_only = ("draw", "draw_from", "draw_to", "grow_steps", "grow")
 
     def hidden(self, model: Any, ids: Tensor, run: Run) -> Tensor:
         net = model.model

@@ -2,6 +2,8 @@
 
     x = c We[ids];  x = Stack(x)  (R + 1 times, no norm and no new embedding between);  logits = N(x) Wo^T
 
+R may change from training step to step (`draw`, `grow_steps`; formulas in `megaponder/ponder/drawn.py`): an own choice.
+
 Source: the Loop baseline of PonderLM-2 (arXiv 2509.23184); "Looped" in PonderLM (arXiv 2505.20674).
 """
 
@@ -13,7 +15,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megaponder.errors import ConfigError
-from megaponder.ponder.base import EntryTools, ExitTools, Flow, Method, Pass, depth_scaled, pass_count, register
+from megaponder.ponder.base import EntryTools, ExitTools, Flow, Method, Pass, depth_scaled, pass_count, register, repeated
+from megaponder.ponder.drawn import DrawnOptions
 
 
 @register
@@ -24,9 +27,9 @@ class Loop(Method):
     summary = "the stack runs extra_passes more times on its own output"
 
     @dataclass
-    class Options:
+    class Options(DrawnOptions):
         extra_passes: int = pass_count(3)
-        """R: passes beyond the first."""
+        """R: passes beyond the first, in evaluation and, where none are drawn, in training."""
 
         def __post_init__(self) -> None:
             if self.extra_passes < 1:
@@ -36,10 +39,13 @@ class Loop(Method):
                     "it must be at least 1",
                     "use 1, or method vanilla",
                 )
+            self.check_draw(self.extra_passes)
 
     def passes(self, seed: int, step: int | None) -> tuple[Pass, ...]:
-        r = self.options.extra_passes
-        return tuple(Pass(i, last=i == r) for i in range(r + 1))
+        return repeated(self.options.number(self.options.extra_passes, seed, step))
+
+    def longest(self, seed: int) -> tuple[Pass, ...]:
+        return repeated(self.options.most(self.options.extra_passes))
 
     def embedding_scale(self) -> float:
         return math.sqrt(2.5 * self.shape.hidden_size)

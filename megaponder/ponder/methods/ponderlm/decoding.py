@@ -15,6 +15,7 @@ class PonderLM(DecodingMethod):
 
     name = "ponderlm"
     defaults = {"steps": 3, "topk": 0, "multiply_by_steps": False}
+    training_only = ("draw", "draw_from", "draw_to", "grow_steps", "grow")
 
     def hidden(self, model: Any, ids: Tensor, run: Run) -> Tensor:
         net, steps = model.model, self.options["steps"]

@@ -4,7 +4,9 @@
 
 Every gradient flows, nothing is detached.  `topk` keeps the k most probable tokens (renormalised), as the paper's
 footnote says; the official code mixes the whole vocabulary.  `multiply_by_steps` is the official code's xS on the
-first embedding.  Source: arXiv 2505.20674.
+first embedding.  The paper also trains with S drawn for each batch, uniformly from 1 to 10 (`draw: uniform`,
+`draw_to: 10`): more steps then help in inference.  Drawing in other ways is an own choice (formulas in
+`megaponder/ponder/drawn.py`).  Source: arXiv 2505.20674.
 """
 
 from __future__ import annotations
@@ -24,8 +26,10 @@ from megaponder.ponder.base import (
     depth_scaled,
     pass_count,
     register,
+    repeated,
     token_count,
 )
+from megaponder.ponder.drawn import DrawnOptions
 
 
 @register
@@ -37,13 +41,13 @@ class PonderLM(Method):
     mixes_vocabulary = True
 
     @dataclass
-    class Options:
+    class Options(DrawnOptions):
         steps: int = pass_count(3)
-        """S: pondering steps; the model runs S + 1 passes."""
+        """S: pondering steps, in evaluation and, where none are drawn, in training; the model runs S + 1 passes."""
         topk: int = token_count(0)
         """Tokens in the mixture; 0 means the whole vocabulary."""
         multiply_by_steps: bool = False
-        """Multiply the token embedding by S (true in the official 410M, 1B and 1.4B scripts)."""
+        """Multiply the token embedding by S, also where another number is drawn (true in the official 410M, 1B and 1.4B scripts)."""
 
         def __post_init__(self) -> None:
             if self.steps < 1:
@@ -54,10 +58,13 @@ class PonderLM(Method):
                 raise ConfigError(
                     "ponder.options.topk", self.topk, "it must not be negative", "use 0 for the full vocabulary"
                 )
+            self.check_draw(self.steps)
 
     def passes(self, seed: int, step: int | None) -> tuple[Pass, ...]:
-        s = self.options.steps
-        return tuple(Pass(i, last=i == s) for i in range(s + 1))
+        return repeated(self.options.number(self.options.steps, seed, step))
+
+    def longest(self, seed: int) -> tuple[Pass, ...]:
+        return repeated(self.options.most(self.options.steps))
 
     def embedding_scale(self) -> float:
         return math.sqrt(self.shape.hidden_size)
