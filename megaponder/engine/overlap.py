@@ -1,8 +1,9 @@
 """Overlapped gradient reduction where the passes change from step to step.
 
 megatron-core counts in its first step how often each gradient of a bucket arrives, and in later steps starts the
-bucket's reduction at that count.  With one stage a gradient arrives once a backward, whatever the passes.  In a pipeline
-it arrives once a pass, so the counts belong to a plan: the first step with a new plan reduces at its end and counts.
+bucket's reduction at that count.  With one stage a gradient arrives once a backward, whatever the passes.  In a
+pipeline it arrives once a pass, so the counts belong to a plan: the first step with a new plan reduces at its end and
+counts.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from typing import Any
 from megaponder.config.method_facts import MethodFacts, MethodLike
 from megaponder.ponder.base import Method
 
+
 def facts_of(method: MethodLike, seed: int = 0) -> MethodFacts:
     """The facts of a built method."""
     longest = method.longest(seed)

@@ -15,7 +15,17 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megaponder.errors import ConfigError
-from megaponder.ponder.base import EntryTools, ExitTools, Flow, Method, Pass, depth_scaled, pass_count, register, repeated
+from megaponder.ponder.base import (
+    EntryTools,
+    ExitTools,
+    Flow,
+    Method,
+    Pass,
+    depth_scaled,
+    pass_count,
+    register,
+    repeated,
+)
 from megaponder.ponder.drawn import DrawnOptions
 
 

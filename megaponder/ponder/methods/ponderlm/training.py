@@ -47,7 +47,8 @@ class PonderLM(Method):
         topk: int = token_count(0)
         """Tokens in the mixture; 0 means the whole vocabulary."""
         multiply_by_steps: bool = False
-        """Multiply the token embedding by S, also where another number is drawn (true in the official 410M, 1B and 1.4B scripts)."""
+        """Multiply the token embedding by S, also where another number is drawn (true in the official 410M, 1B and 1.4B
+        scripts)."""
 
         def __post_init__(self) -> None:
             if self.steps < 1:
