@@ -130,14 +130,16 @@ class StageExitTools:
         return rows.scatter(self.scatter(found))
 
     @torch.no_grad()
-    def confidence(self, h_sbh: Tensor) -> Tensor:
-        """Largest next-token probability: [tokens of this rank, b]."""
-        logits, tp = self._stage.local_logits(h_sbh.detach()), self._stage.groups.tp
+    def confidence(self, h_sbh: Tensor, active: Tensor) -> Tensor:
+        """Largest next-token probability of each active token, anything finite elsewhere: [tokens of this rank, b]."""
+        rows, tp = self._stage.gathered(active), self._stage.groups.tp
+        logits = self._stage.local_logits((h_sbh if rows is None else rows.gather(h_sbh)).detach())
         top = logits.amax(-1)
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=tp)
         total = (logits - top[..., None]).exp().sum(-1)
         dist.all_reduce(total, group=tp)
-        return self.scatter(1.0 / total)
+        found = self.scatter(1.0 / total)
+        return found if rows is None else rows.scatter(found)
 
     def gather(self, x_sb: Tensor) -> Tensor:
         """Values of all tokens of each sequence, without gradient."""

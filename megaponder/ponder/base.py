@@ -116,8 +116,9 @@ class ExitTools(Protocol):
     def target_loss(self, h_sbh: Tensor, active: Tensor) -> Tensor:
         """Cross entropy of each active token's target, FP32 without gradient [tokens of this rank, b]."""
 
-    def confidence(self, h_sbh: Tensor) -> Tensor:
-        """Largest next-token probability under the head, FP32 without gradient [tokens of this rank, b]."""
+    def confidence(self, h_sbh: Tensor, active: Tensor) -> Tensor:
+        """Each active token's largest next-token probability under the head, FP32 without gradient [tokens of this
+        rank, b]."""
 
     def gather(self, x_sb: Tensor) -> Tensor:
         """Values of all tokens of each sequence, without gradient: [n, b, ...] from [tokens of this rank, b, ...]."""

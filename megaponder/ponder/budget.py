@@ -21,6 +21,9 @@ halting, and only evaluation and decoding, where no decision is drawn, follow th
 
 theta * sigma is the price of a pass in nats: what the last pass that is granted brings.  Below 0 the budget is larger
 than what is useful.
+
+The same threshold follows any other score: `confident_ponderlm` has one that is not learned (`Budgeted.learns`), and
+then there is no price.
 """
 
 from __future__ import annotations
@@ -53,29 +56,20 @@ SUMS = ("seen", "score", "score_sq", "ran", "benefit_sq")
 PRICE = "price_of_a_pass"
 
 
-def stat_names(window: Window) -> tuple[str, ...]:
+def stat_names(window: Window, learns: bool) -> tuple[str, ...]:
     """Statistics of a method with a budget; those with a slash are for theta alone."""
     gates = (f"{name}{i}" for i in range(window.gates) for name in ("asked", "went"))
-    return (*(f"budget/{name}" for name in (*SUMS, *gates)), PRICE)
+    return (*(f"budget/{name}" for name in (*SUMS, *gates)), *((PRICE,) if learns else ()))
 
 
-class Gates(nn.Module):
-    """Scores of the open decisions of a window, and the threshold.
+class Threshold(nn.Module):
+    """The threshold, and what it follows.
 
-    Parameters: `mlps`, one H -> width H -> 1 for each decision; `state` (FP32, no gradient): theta, mean and variance
-    of the scores, c, sigma^2, p, number of updates.
+    `state` (FP32, no gradient): theta, mean and variance of the scores, c, sigma^2, p, number of updates.
     """
 
-    def __init__(self, hidden: int, width: int, count: int, share: float):
+    def __init__(self, share: float):
         super().__init__()
-        self.mlps = nn.ModuleList(
-            nn.Sequential(nn.Linear(hidden, width * hidden), nn.ReLU(), nn.Linear(width * hidden, 1))
-            for _ in range(count)
-        )
-        for mlp in self.mlps:
-            nn.init.normal_(mlp[0].weight)  # type: ignore[index]
-            nn.init.normal_(mlp[2].weight, std=0.3)  # type: ignore[index]
-            nn.init.zeros_(mlp[2].bias)  # type: ignore[index]
         theta = -(2.0**20) if share >= 1 else 0.0
         self.state = nn.Parameter(torch.tensor([theta, 0.0, 0.0, 0.0, 1.0, share, 0.0]), requires_grad=False)
 
@@ -85,18 +79,6 @@ class Gates(nn.Module):
         super()._apply(fn, recurse)
         self.state.data = before.to(self.state.device)
         return self
-
-    def score(self, index: int, active: Tensor, state: Tensor, tools: ExitTools) -> Tensor:
-        """Scores of decision `index` [s, b] of active tokens, from states [s, b, H], 0 elsewhere."""
-        first: nn.Linear
-        last: nn.Linear
-        first, _, last = self.mlps[index]  # type: ignore[misc]
-        into, out = scales(state.shape[-1], last.in_features)
-
-        def compute(h: Tensor) -> Tensor:
-            return linear32(last, torch.relu(linear32(first, h) * into)) * out
-
-        return tools.broadcast(tools.on(active, compute, state.detach())[..., 0])
 
     @property
     def theta(self) -> Tensor:
@@ -126,12 +108,43 @@ class Gates(nn.Module):
         self.state.copy_(torch.tensor(new))
 
 
+class Gates(Threshold):
+    """The threshold, and learned scores of the open decisions of a window.
+
+    Parameters: `mlps`, one H -> width H -> 1 for each decision.
+    """
+
+    def __init__(self, hidden: int, width: int, count: int, share: float):
+        super().__init__(share)
+        self.mlps = nn.ModuleList(
+            nn.Sequential(nn.Linear(hidden, width * hidden), nn.ReLU(), nn.Linear(width * hidden, 1))
+            for _ in range(count)
+        )
+        for mlp in self.mlps:
+            nn.init.normal_(mlp[0].weight)  # type: ignore[index]
+            nn.init.normal_(mlp[2].weight, std=0.3)  # type: ignore[index]
+            nn.init.zeros_(mlp[2].bias)  # type: ignore[index]
+
+    def score(self, index: int, active: Tensor, state: Tensor, tools: ExitTools) -> Tensor:
+        """Scores of decision `index` [s, b] of active tokens, from states [s, b, H], 0 elsewhere."""
+        first: nn.Linear
+        last: nn.Linear
+        first, _, last = self.mlps[index]  # type: ignore[misc]
+        into, out = scales(state.shape[-1], last.in_features)
+
+        def compute(h: Tensor) -> Tensor:
+            return linear32(last, torch.relu(linear32(first, h) * into)) * out
+
+        return tools.broadcast(tools.on(active, compute, state.detach())[..., 0])
+
+
 class Decisions:
     """Decisions about the tokens of one micro-batch, over passes; what it keeps lies in the method's `carry`."""
 
-    def __init__(self, window: Window, explore: float, carry: dict[str, Tensor], tools: ExitTools):
-        self.window, self.explore, self.carry, self.tools = window, explore, carry, tools
+    def __init__(self, names: Sequence[str], explore: float, carry: dict[str, Tensor], tools: ExitTools):
+        self.names, self.explore, self.carry, self.tools = names, explore, carry, tools
         self.gates: Gates = tools.modules["budget"]  # type: ignore[assignment]
+        """A bare `Threshold` where the method does not learn its scores."""
 
     def decide(self, index: int, active: Tensor, score: Tensor, at_random: Sequence[float] | None) -> Tensor:
         """Which active tokens go on at decision `index`, bool [s, b], by their scores [s, b].
@@ -176,15 +189,16 @@ class Decisions:
         """For `Readout.stats`."""
         valid = self.tools.valid_sb.sum()
         zero = torch.zeros_like(valid)
-        names = stat_names(self.window)[:-1]
-        return {name: self.carry.get(name, zero) for name in names} | {
-            PRICE: self.gates.theta * self.gates.sigma * valid
-        }
+        price = self.gates.theta * self.gates.sigma * valid
+        return {name: price if name == PRICE else self.carry.get(name, zero) for name in self.names}
 
 
 class Budgeted:
-    """What methods with a `target` share: a mixin before `Method`, whose Options have target, explore, gate_width,
-    ramp_start and ramp_end."""
+    """What methods with a `target` share: a mixin before `Method`, whose Options have target, explore, ramp_start,
+    ramp_end and, if scores are learned, gate_width."""
+
+    learns = True
+    """Scores are learned from what a pass brings; otherwise `decide` is given others."""
 
     options: Any
     shape: Shape
@@ -206,17 +220,19 @@ class Budgeted:
                 f"use {0 if target < 0 else min(max(target, least), 1)}",
             )
         self.window = window(target, deepest)
-        self.stats = (*self.stats, *stat_names(self.window))
+        self.stats = (*self.stats, *stat_names(self.window, self.learns))
 
-    def gates(self) -> Gates:
+    def gates(self) -> Threshold:
         """For `exit_modules`, as "budget"."""
         assert self.window is not None
-        o = self.options
-        return Gates(self.shape.hidden_size, o.gate_width, self.window.gates, self.share_of_decisions(0))
+        share = self.share_of_decisions(0)
+        if not self.learns:
+            return Threshold(share)
+        return Gates(self.shape.hidden_size, self.options.gate_width, self.window.gates, share)
 
     def decisions(self, carry: dict[str, Tensor], tools: ExitTools) -> Decisions:
         assert self.window is not None
-        return Decisions(self.window, self.options.explore, carry, tools)
+        return Decisions(stat_names(self.window, self.learns), self.options.explore, carry, tools)
 
     def share_of_decisions(self, step: int) -> float:
         """Of each decision, the share that the budget lets go on; 1 before a ramp starts.

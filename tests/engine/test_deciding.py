@@ -26,6 +26,7 @@ HALTING = [
     "adaponderlm-budget",
     "adaptive-cot-budget-skip",
     "ponderlm3-budget",
+    "confident-budget-skip",
 ]
 
 
@@ -59,7 +60,7 @@ def test_forced_depths_replace_decisions(name: str) -> None:
         assert torch.allclose(again.hidden, own.hidden, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["adaponderlm-budget", "adaptive-cot-budget-skip", "ponderlm3-budget"])
+@pytest.mark.parametrize("name", [name for name in HALTING if "budget" in name])
 def test_random_decisions_have_the_shares_that_are_asked_for(name: str) -> None:
     case = Case(CASES[name].family, CASES[name].method, CASES[name].options | {"target": 0.6}, CASES[name].model)
     engine, batch = _engine(case), _batch(rows=64)
@@ -103,13 +104,23 @@ def _trained(method: str, options: dict[str, Any], statistic: str) -> float:
     return sum(values[-15:]) / 15
 
 
-@pytest.mark.parametrize(("method", "options"), [("ponderlm3", {"latents": 2, "jacobi": 1}), ("adaptive_cot", {})])
+@pytest.mark.parametrize(
+    ("method", "options"), [("ponderlm3", {"latents": 2, "jacobi": 1}), ("adaptive_cot", {}), ("confident_ponderlm", {})]
+)
 def test_depth_follows_the_target(method: str, options: dict[str, Any]) -> None:
     depths = [_trained(method, options | {"target": t}, "wanted_depth") for t in (0.4, 0.6, 0.8)]
     assert depths[0] < depths[1] < depths[2]
 
 
-def test_latents_follow_their_cost() -> None:
-    options = {"latents": 2, "jacobi": 1}
-    depths = [_trained("ponderlm3", options | {"cost_weight": w}, "expected_depth") for w in (0.0, 0.1, 1.0)]
+@pytest.mark.parametrize(
+    ("method", "options", "weights", "statistic"),
+    [
+        ("ponderlm3", {"latents": 2, "jacobi": 1}, (0.0, 0.1, 1.0), "expected_depth"),
+        ("adaptive_cot", {"threshold": 0.5}, (0.0, 10.0, 100.0), "depth"),
+    ],
+)
+def test_depth_follows_the_cost(
+    method: str, options: dict[str, Any], weights: tuple[float, ...], statistic: str
+) -> None:
+    depths = [_trained(method, options | {"cost_weight": w}, statistic) for w in weights]
     assert depths[0] > depths[1] > depths[2]

@@ -13,7 +13,7 @@ from torch import Tensor
 from megaponder.checkpoint.weights import load_weights
 from megaponder.decoding.backbone import weigh
 from megaponder.decoding.cache import PonderCache
-from megaponder.decoding.gates import Gates
+from megaponder.decoding.gates import Threshold
 from megaponder.export import names
 from megaponder.export.from_hf import import_hf
 from megaponder.export.modeling_megaponder import MegaponderForCausalLM
@@ -124,6 +124,7 @@ BUDGETS: list[tuple[str, dict[str, Any]]] = [
     ("adaponderlm", {"steps": 3, "target": 0.75, "topk": 7}),
     ("adaptive_cot", {"steps": 3, "target": 0.6}),
     ("ponderlm3", {"latents": 2, "target": 0.7, "jacobi": 20}),
+    ("confident_ponderlm", {"steps": 3, "target": 0.6}),
 ]
 
 
@@ -133,7 +134,7 @@ def test_budgets_decode_by_the_formula(method: str, options: dict[str, Any], tmp
     """One token after the other, with the threshold that training left."""
     net, tokens = models.model("llama", method, method_options=options).double(), ids(2, 9)
     gates, found = net.method["budget"], []
-    gates.score = lambda index, h: found.append(Gates.score(gates, index, h)) or found[-1]
+    gates.reached = lambda score: found.append(score) or Threshold.reached(gates, score)
     net(tokens)
     order = found[0].flatten().sort().values
     gates.state[0] = (order[8] + order[9]) / 2  # between two tokens
@@ -144,7 +145,7 @@ def test_budgets_decode_by_the_formula(method: str, options: dict[str, Any], tmp
         want = oracle.run(row, method, options)
         assert want.depth is not None and len(want.depth.unique()) > 1
         assert error(got, want.logits.detach()) < 1e-6  # float32 in cos and sin
-        if method != "adaponderlm":
+        if method in ("adaptive_cot", "ponderlm3"):
             assert rows(cache, i) == want.depth.tolist()
 
 

@@ -100,6 +100,14 @@ CASES = {
     "pruned-pythia": Case("pythia", "pruned_ponderlm", {"steps": 2, "depth": 2.3}),
     "pruned-gpt2-skip": Case("gpt2", "pruned_ponderlm", {"steps": 2, "depth": 1.6, "by": "position"}, skip=True),
     "confident-pythia": Case("pythia", "confident_ponderlm", {"steps": 2, "threshold": 0.1}),
+    "confident-budget-skip": Case(
+        "llama",
+        "confident_ponderlm",
+        {"target": 0.75, "explore": 0.2, "topk": 9},
+        {"num_kv_heads": 2},
+        skip=True,
+        steps=3,
+    ),
     # features that no family has together: heads wider than H / heads, biases on some matrices only
     "features-serial": Case(
         "pythia",

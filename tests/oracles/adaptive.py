@@ -53,7 +53,10 @@ class _Budget:
         inner = torch.relu(_linear(self.o, f"budget.mlps.{index}.0", h) / h.shape[1] ** 0.5)
         score = 8 / inner.shape[1] * _linear(self.o, f"budget.mlps.{index}.2", inner)[:, 0]
         self.scores.append(score)
-        go = score.detach() >= self.theta
+        return self.choose(index, score.detach(), active)
+
+    def choose(self, index: int, score: Tensor, active: Tensor) -> Tensor:
+        go = score >= self.theta
         if self.labels is not None:
             drawn = _lottery(self.ids, 2 * index) < self.share
             go = torch.where(_lottery(self.ids, 2 * index + 1) < self.explore, drawn, go)
@@ -162,10 +165,20 @@ def _pruned(o: Oracle, ids: Tensor, options: dict[str, Any], labels: Tensor | No
 
 
 def _confident(o: Oracle, ids: Tensor, options: dict[str, Any], labels: Tensor | None) -> Result:
-    """Exit where the largest next-token probability reaches the threshold."""
-    return _halting(
-        o, ids, options, lambda i, state, active: (state @ o.head.T).softmax(-1).amax(-1) < options["threshold"]
-    )
+    """Exit where the largest next-token probability reaches the threshold; with a target, 1 minus it is the score."""
+
+    def best(state: Tensor) -> Tensor:
+        return (state @ o.head.T).detach().softmax(-1).amax(-1)
+
+    if not options.get("target"):
+        return _halting(o, ids, options, lambda i, state, active: best(state) < options["threshold"])
+    budget = _Budget(o, ids, options, labels, options.get("steps", 3) + 1)
+    least, most = budget.window.least, budget.window.most
+
+    def rule(i: int, state: Tensor, active: Tensor) -> Tensor:
+        return active if i + 1 < least else budget.choose(i + 1 - least, 1 - best(state), active)
+
+    return _halting(o, ids, options | {"steps": most - 1}, rule)
 
 
 def adaponderlm(o: Oracle, ids: Tensor, options: dict[str, Any], labels: Tensor | None) -> Result:

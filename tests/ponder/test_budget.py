@@ -29,7 +29,7 @@ def test_window(target: float, deepest: int, least: int, most: int) -> None:
     assert found.least <= found.mean == pytest.approx(target * deepest) and found.mean <= found.most
 
 
-@pytest.mark.parametrize("method", ["adaponderlm", "adaptive_cot", "ponderlm3"])
+@pytest.mark.parametrize("method", ["adaponderlm", "adaptive_cot", "ponderlm3", "confident_ponderlm"])
 @pytest.mark.parametrize(("target", "nearest"), [(0.2, "0.25"), (1.5, "1"), (-1.0, "0")])
 def test_impossible_targets_are_refused(method: str, target: float, nearest: str) -> None:
     with pytest.raises(ConfigError, match=rf"ponder.options.target = {target}.*use {nearest}\b"):

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from megaponder.decoding.backbone import linear
 from megaponder.decoding.gates import Gates
 from megaponder.decoding.passes import Run
-from megaponder.decoding.window import Window, window
 from megaponder.ponder.methods.aligned.decoding import AlignedDecoding
 
 
@@ -25,14 +24,6 @@ class AdaPonderLM(AlignedDecoding):
     name = "adaponderlm"
     defaults = {"steps": 3, "target": 0.0, "threshold": 1e-4, "topk": 0, "gate_width": 4}
     training_only = ("explore", "cost_weight", "bottom_share", "ramp_start", "ramp_end", "cost_on")
-
-    @property
-    def window(self) -> Window | None:
-        """Passes that the budget leaves open."""
-        return window(self.options["target"], self.options["steps"] + 1) if self.options["target"] else None
-
-    def deepest(self) -> int:
-        return super().deepest() if self.window is None else self.window.most
 
     def modules(self) -> dict[str, nn.Module]:
         width = self.config.hidden_size

@@ -91,10 +91,6 @@ class AdaPonderLM(Budgeted, AlignedHalting):
         super().__init__(options, shape)
         self.open_window(options.steps + 1, "passes")
 
-    def passes(self, seed: int, step: int | None) -> tuple[Pass, ...]:
-        most = self.options.steps + 1 if self.window is None else self.window.most
-        return tuple(Pass(i, last=i == most - 1) for i in range(most))
-
     def exit_modules(self) -> dict[str, nn.Module]:
         if self.window is not None:
             return {"budget": self.gates()}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megaponder.decoding.method import DecodingMethod
 from megaponder.decoding.passes import Run, View
+from megaponder.decoding.window import Window, window
 
 
 @dataclass
@@ -36,9 +37,14 @@ class AlignedDecoding(DecodingMethod):
         """(weight of the mixture, whether a token continues), both [b, n], after pass `index`."""
         raise NotImplementedError
 
+    @property
+    def window(self) -> Window | None:
+        """Passes that a budget leaves open."""
+        return window(self.options["target"], self.options["steps"] + 1) if self.options.get("target") else None
+
     def deepest(self) -> int:
         """The most passes of a token."""
-        return int(self.options["steps"]) + 1
+        return int(self.options["steps"]) + 1 if self.window is None else self.window.most
 
     def hidden(self, model: Any, ids: Tensor, run: Run) -> Tensor:
         net, steps = model.model, self.deepest() - 1

@@ -23,7 +23,7 @@ class AlignedHalting(PonderLM):
     skips = True
 
     def passes(self, seed: int, step: int | None) -> tuple[Pass, ...]:
-        return repeated(self.options.steps)
+        return repeated(self.options.steps if self.window is None else self.window.most - 1)
 
     def longest(self, seed: int) -> tuple[Pass, ...]:
         return Method.longest(self, seed)
