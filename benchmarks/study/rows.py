@@ -85,15 +85,24 @@ def _kinds() -> Iterator[Kind]:
         yield _budgeted("adaponderlm", "ponderlm", {"steps": STEPS}, t)
         yield _budgeted("adaptive_cot", "ponderlm2", {"steps": STEPS}, t)
         yield _budgeted("ponderlm3", "ponderlm2", latents, t)
+        yield _budgeted("confident_ponderlm", "ponderlm", {"steps": STEPS}, t)
         for by in ("random", "position"):
             depth = {"steps": STEPS, "depth": round(t * (STEPS + 1), 3), "by": by}
             yield Kind(f"pruned-{by}-{t}", "pruned_ponderlm", "ponderlm", depth, target=t)
     drawn_at_random = {"steps": STEPS, "target": 0.6, "explore": 1.0}
     yield Kind("adaponderlm-0.6-drawn", "adaponderlm", "ponderlm", drawn_at_random, target=0.6, ramped=True)
     yield Kind("ponderlm3", "ponderlm3", "ponderlm2", latents)
-    saved = {"steps": STEPS, "bottom_share": 0.1}
+    saved: dict[str, Any] = {"steps": STEPS, "bottom_share": 0.1}
     yield Kind("adaponderlm-paper", "adaponderlm", "ponderlm", saved, ramped=True)
     yield Kind("adaptive_cot-paper", "adaptive_cot", "ponderlm2", {"steps": STEPS})
+    # ablations of the papers
+    for what in ("hidden", "projected"):
+        yield Kind(f"ponderlm-{what}", "ponderlm", "ponderlm", {"steps": STEPS, "feedback": what})
+    for gates in ({"shared_gate": True}, {"router": "linear"}, {"bottom_share": 1.0}):
+        told = {"shared_gate": "shared", "router": "linear", "bottom_share": "all-gates"}[next(iter(gates))]
+        yield Kind(f"adaponderlm-{told}", "adaponderlm", "ponderlm", {**saved, **gates}, ramped=True)
+    for router in ("mlp", "none"):
+        yield Kind(f"adaptive_cot-{router}", "adaptive_cot", "ponderlm2", {"steps": STEPS, "router": router})
 
 
 def _budgeted(method: str, family: str, options: dict[str, Any], target: float) -> Kind:

@@ -22,7 +22,7 @@ def logit(module: nn.Linear | nn.Sequential, h: Tensor) -> Tensor:
     if isinstance(module, nn.Linear):
         return linear(module, h)[..., 0]
     first, _, last = module
-    return linear(last, F.relu(linear(first, h)))[..., 0]  # type: ignore[arg-type]
+    return linear(last, F.relu(linear(first, h)))[..., 0]
 
 
 class Threshold(nn.Module):

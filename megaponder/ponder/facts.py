@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
+
 from megaponder.config.method_facts import MethodFacts, MethodLike
 from megaponder.ponder.base import Method
 
@@ -31,9 +33,9 @@ def _declared(options: Any, kind: str) -> dict[str, int]:
     return {f.name: getattr(options, f.name) for f in declared if kind in f.metadata}
 
 
-BUILDERS = ("entry_modules", "layer_modules", "exit_modules")
-
-
 def _has_parameters(method: MethodLike) -> bool:
-    """Whether the method builds modules; checked without building them, since gates can be large."""
-    return any(getattr(type(method), name, None) not in (None, getattr(Method, name)) for name in BUILDERS)
+    """Whether the method builds modules; without memory for them, since gates can be large."""
+    if not isinstance(method, Method):
+        return False
+    with torch.device("meta"):
+        return bool(method.entry_modules() or method.layer_modules(0) or method.exit_modules())

@@ -41,6 +41,30 @@ def linear32(module: nn.Module, x: Tensor) -> Tensor:
     return F.linear(x.float(), module.weight.float(), None if module.bias is None else module.bias.float())
 
 
+def router32(module: nn.Module, x: Tensor) -> Tensor:
+    """Logits [..., 1] of a `decoding.gates.router`, in FP32."""
+    if isinstance(module, nn.Linear):
+        return linear32(module, x)
+    assert isinstance(module, nn.Sequential)
+    return linear32(module[2], torch.relu(linear32(module[0], x)))
+
+
+def starts_at(module: nn.Linear | nn.Sequential, bias: float) -> nn.Linear | nn.Sequential:
+    """A router whose logit is `bias` for every state, until it learns."""
+    last = module if isinstance(module, nn.Linear) else module[2]
+    nn.init.zeros_(last.weight)  # type: ignore[arg-type]
+    nn.init.constant_(last.bias, bias)  # type: ignore[arg-type]
+    return module
+
+
+def one_of(options: object, name: str, legal: tuple[str, ...]) -> None:
+    """Refuse a word that an option does not know."""
+    value = getattr(options, name)
+    if value not in legal:
+        rule = f"it must be {', '.join(legal[:-1])} or {legal[-1]}"
+        raise ConfigError(f"ponder.options.{name}", value, rule, f"use {legal[0]}")
+
+
 def ramp(step: Tensor | None, start: int, end: int) -> Tensor | float:
     """0 before `start`, 1 from `end` on, linear between; 1 in evaluation (step None)."""
     if step is None or end <= 0:

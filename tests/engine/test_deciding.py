@@ -105,7 +105,8 @@ def _trained(method: str, options: dict[str, Any], statistic: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("method", "options"), [("ponderlm3", {"latents": 2, "jacobi": 1}), ("adaptive_cot", {}), ("confident_ponderlm", {})]
+    ("method", "options"),
+    [("ponderlm3", {"latents": 2, "jacobi": 1}), ("adaptive_cot", {}), ("confident_ponderlm", {})],
 )
 def test_depth_follows_the_target(method: str, options: dict[str, Any]) -> None:
     depths = [_trained(method, options | {"target": t}, "wanted_depth") for t in (0.4, 0.6, 0.8)]

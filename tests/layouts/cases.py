@@ -35,6 +35,7 @@ CASES = {
     ),
     "pause-gpt2": Case("gpt2", "pause", {"pauses": 2, "pause_token_id": 90}, {"tie_embeddings": True}),
     "ponderlm-pythia": Case("pythia", "ponderlm", {"steps": 3}),
+    "ponderlm-projected-pythia": Case("pythia", "ponderlm", {"steps": 2, "feedback": "projected"}),
     "ponderlm-topk-gpt2-tied": Case("gpt2", "ponderlm", {"steps": 2, "topk": 5, "multiply_by_steps": True}),
     "ponderlm2-llama-gqa": Case("llama", "ponderlm2", {"latents": 2, "jacobi": 1}, {"num_kv_heads": 2}),
     "ponderlm2-gpt2-softmax": Case(

@@ -17,6 +17,13 @@ def _linear(o: Oracle, name: str, x: Tensor) -> Tensor:
     return o.linear(x, f"method_modules.{name}")
 
 
+def _router(o: Oracle, name: str, x: Tensor) -> Tensor:
+    """The logit of a router of one or two layers."""
+    if f"method_modules.{name}.2.weight" in o.w:
+        return _linear(o, f"{name}.2", torch.relu(_linear(o, f"{name}.0", x)))[:, 0]
+    return _linear(o, name, x)[:, 0]
+
+
 def _mixture(o: Oracle, h: Tensor, topk: int) -> Tensor:
     z = h @ o.head.T
     if topk:
@@ -183,6 +190,8 @@ def _confident(o: Oracle, ids: Tensor, options: dict[str, Any], labels: Tensor |
 
 def adaponderlm(o: Oracle, ids: Tensor, options: dict[str, Any], labels: Tensor | None) -> Result:
     """PonderLM with a gate per pass; halted tokens keep state and keys."""
+    if options.get("router") == "none":
+        return _halting(o, ids, options, lambda i, state, active: active)
     if not options.get("target"):
         return _halting(o, ids, options, None)
     budget = _Budget(o, ids, {"gates": True, **options}, labels, options.get("steps", 3) + 1)
@@ -230,8 +239,7 @@ def _halting(
             active = active & rule(i, state, active)
             e = e + active[:, None] * _mixture(o, state, options.get("topk", 0))
         elif i < steps:
-            inner = torch.relu(_linear(o, f"gates.{i}.0", state))
-            gate = _linear(o, f"gates.{i}.2", inner)[:, 0]
+            gate = _router(o, f"gates.{0 if options.get('shared_gate') else i}", state)
             gates.append(gate)
             asked.append(active)
             active = active & (gate.sigmoid() >= options.get("threshold", 1e-4))
@@ -270,7 +278,7 @@ def adaptive_cot(o: Oracle, ids: Tensor, options: dict[str, Any], labels: Tensor
         bias = torch.cat([causal(n) + g for g in gone], dim=1)
         bias = torch.where(alive[:, None], bias, torch.zeros((), dtype=torch.float64))  # dead rows: finite, never read
         h = o.norm(o.stack(x, positions, bias, keys), "final_norm")
-        gate = _linear(o, "router", h)[:, 0].sigmoid()
+        gate = torch.ones_like(reach) if options.get("router") == "none" else _router(o, "router", h).sigmoid()
         go_on = alive & (reach * gate >= tau) if i < steps else torch.zeros_like(alive)
         if budget is not None:
             opened = i + 1 - budget.window.least

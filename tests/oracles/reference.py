@@ -135,7 +135,11 @@ class Oracle:
             steps, topk = options["steps"], options.get("topk", 0)
             x = self.embed(ids, positions, steps if options.get("multiply_by_steps") else 1.0)
             for _ in range(steps):
-                z = self.norm(self.stack(x, positions), "final_norm") @ self.head.T
+                h = self.norm(self.stack(x, positions), "final_norm")
+                if options.get("feedback", "mixture") != "mixture":
+                    x = x + (h if options["feedback"] == "hidden" else self.linear(h, "method_modules.projection"))
+                    continue
+                z = h @ self.head.T
                 if topk:
                     z = z.masked_fill(z < z.topk(topk).values[:, -1:], -math.inf)
                 x = x + z.softmax(-1) @ (self.scale * self.table)

@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from megaponder.decoding.backbone import linear
-from megaponder.decoding.gates import Gates
+from megaponder.decoding.gates import Gates, logit, router
 from megaponder.decoding.passes import Run
 from megaponder.ponder.methods.aligned.decoding import AlignedDecoding
 
@@ -22,24 +20,32 @@ class AdaPonderLM(AlignedDecoding):
     """
 
     name = "adaponderlm"
-    defaults = {"steps": 3, "target": 0.0, "threshold": 1e-4, "topk": 0, "gate_width": 4}
+    defaults = {
+        "steps": 3,
+        "target": 0.0,
+        "threshold": 1e-4,
+        "topk": 0,
+        "gate_width": 4,
+        "router": "mlp",
+        "shared_gate": False,
+    }
     training_only = ("explore", "cost_weight", "bottom_share", "ramp_start", "ramp_end", "cost_on")
 
     def modules(self) -> dict[str, nn.Module]:
-        width = self.config.hidden_size
+        width, o = self.config.hidden_size, self.options
         if self.window is not None:
-            return {"budget": Gates(width, self.options["gate_width"], self.window.gates)}
-        inner = self.options["gate_width"] * width
-        gates = [
-            nn.Sequential(nn.Linear(width, inner), nn.ReLU(), nn.Linear(inner, 1)) for _ in range(self.options["steps"])
-        ]
-        return {"gates": nn.ModuleList(gates)}
+            return {"budget": Gates(width, o["gate_width"], self.window.gates)}
+        if o["router"] == "none":
+            return {}
+        count = 1 if o["shared_gate"] else o["steps"]
+        return {"gates": nn.ModuleList(router(o["router"], width, o["gate_width"]) for _ in range(count))}
 
     def decide(self, model: Any, index: int, h: Tensor, run: Run) -> tuple[Tensor, Tensor]:
+        whole = torch.ones_like(h[..., 0])
         if self.window is not None:
-            whole = torch.ones_like(h[..., 0])
             gate = index + 1 - self.window.least
             return whole, whole > 0 if gate < 0 else model.method["budget"].go_on(gate, h)
-        first, _, last = model.method["gates"][index]
-        s = linear(last, F.relu(linear(first, h)))[..., 0].sigmoid()
+        if self.options["router"] == "none":
+            return whole, whole > 0
+        s = logit(model.method["gates"][0 if self.options["shared_gate"] else index], h).sigmoid()
         return s, s >= self.options["threshold"]

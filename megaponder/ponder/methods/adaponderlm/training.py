@@ -17,9 +17,11 @@ runs `least` passes, and one (or two) more where the score says so; s is 1, and 
     loss = CE + weight * mean of (g^i - (l^i - l^{i+1}) / sigma)^2 over the tokens that ran pass i + 1
 
 Known from arXiv 2603.01914: gates, threshold, update, aligned K/V, bottom-k cost and its two stages, weight 0.1, share
-0.1.  This project's choices (the paper's code is not public): the readout of a halted token is its last active state;
-the cost acts on gate logits clamped at -12 (`cost_on: probability` acts on s); the bottom share is taken per sequence,
-so that no layout and no batch size matters; the gate MLP is ReLU, its last weight starts at 0 and its bias at +2.
+0.1; and that one MLP for all passes (`shared_gate`), or the cost on all gates (`bottom_share: 1`), makes all tokens
+halt or none.  `router: linear` and `router: none` (s is 1, nobody halts: `ponderlm`) are further controls.  This
+project's choices (the paper's code is not public): the readout of a halted token is its last active state; the cost
+acts on gate logits clamped at -12 (`cost_on: probability` acts on s); the bottom share is taken per sequence, so that
+no layout and no batch size matters; the gate MLP is ReLU, its last weight starts at 0 and its bias at +2.
 """
 
 from __future__ import annotations
@@ -30,10 +32,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megaponder.decoding.gates import router
 from megaponder.errors import ConfigError
 from megaponder.ponder.base import ExitTools, Pass, Shape, pass_count, register, token_count
 from megaponder.ponder.budget import Budgeted
-from megaponder.ponder.halting import at_least, fraction, linear32, ordered, ramp, smallest
+from megaponder.ponder.halting import at_least, fraction, one_of, ordered, ramp, router32, smallest, starts_at
 from megaponder.ponder.methods.aligned.training import AlignedHalting
 
 CLAMP = -12.0
@@ -73,6 +76,10 @@ class AdaPonderLM(Budgeted, AlignedHalting):
         """What the cost averages: gate logits, or probability."""
         gate_width: int = 4
         """Inner size of the gate MLPs, in multiples of the hidden size."""
+        router: str = "mlp"
+        """What the gates are, without a target: mlp (two layers), linear, or none (s is 1)."""
+        shared_gate: bool = False
+        """One gate for all passes, without a target."""
 
         def __post_init__(self) -> None:
             for name in ("steps", "gate_width"):
@@ -82,10 +89,12 @@ class AdaPonderLM(Budgeted, AlignedHalting):
             for name in ("threshold", "bottom_share", "explore"):
                 fraction(self, name)
             ordered(self, "ramp_start", "ramp_end")
-            if self.cost_on not in ("logit", "probability"):
-                raise ConfigError(
-                    "ponder.options.cost_on", self.cost_on, "it must be logit or probability", "use logit"
-                )
+            one_of(self, "cost_on", ("logit", "probability"))
+            one_of(self, "router", ("mlp", "linear", "none"))
+            for name, plain in (("router", "mlp"), ("shared_gate", False)):
+                if self.target and getattr(self, name) != plain:
+                    rule = "with ponder.options.target the scores of the budget decide"
+                    raise ConfigError(f"ponder.options.{name}", getattr(self, name), rule, f"use {plain}")
 
     def __init__(self, options: Any, shape: Shape):
         super().__init__(options, shape)
@@ -94,21 +103,22 @@ class AdaPonderLM(Budgeted, AlignedHalting):
     def exit_modules(self) -> dict[str, nn.Module]:
         if self.window is not None:
             return {"budget": self.gates()}
-        h, inner = self.shape.hidden_size, self.options.gate_width * self.shape.hidden_size
-        gates = [nn.Sequential(nn.Linear(h, inner), nn.ReLU(), nn.Linear(inner, 1)) for _ in range(self.options.steps)]
-        for gate in gates:
-            nn.init.zeros_(gate[2].weight)  # type: ignore[arg-type]
-            nn.init.constant_(gate[2].bias, 2.0)  # type: ignore[arg-type]
-        return {"gates": nn.ModuleList(gates)}
+        o = self.options
+        if o.router == "none":
+            return {}
+        count = 1 if o.shared_gate else o.steps
+        made = [starts_at(router(o.router, self.shape.hidden_size, o.gate_width), 2.0) for _ in range(count)]
+        return {"gates": nn.ModuleList(made)}
 
     def decide(
         self, p: Pass, state: Tensor, active: Tensor, carry: dict[str, Tensor], tools: ExitTools
     ) -> tuple[Tensor | None, Tensor]:
         if self.window is not None:
             return None, self._by_budget(p, state, active, carry, tools)
-        gate = tools.modules["gates"][p.index]  # type: ignore[index]
-        logit = tools.on(active, lambda h: linear32(gate[2], torch.relu(linear32(gate[0], h))), state)
-        logit = tools.broadcast(logit[..., 0])
+        if self.options.router == "none":
+            return None, active
+        gate = tools.modules["gates"][0 if self.options.shared_gate else p.index]  # type: ignore[index]
+        logit = tools.broadcast(tools.on(active, lambda h: router32(gate, h), state)[..., 0])
         carry[f"logit{p.index}"], carry[f"asked{p.index}"] = logit, active & (tools.valid_sb > 0)
         s = logit.sigmoid()
         return s, s >= self.options.threshold
@@ -135,12 +145,16 @@ class AdaPonderLM(Budgeted, AlignedHalting):
         if self.window is not None:
             return super().budget(step)
         o = self.options
+        if o.router == "none":
+            return None
         now = torch.tensor(float(step), dtype=torch.float64)
         return float((o.steps + 1) * (1 - o.bottom_share * ramp(now, o.ramp_start, o.ramp_end)))
 
     def cost(self, carry: dict[str, Tensor], tools: ExitTools) -> Tensor | None:
         if self.window is not None:
             return None if tools.step is None else self.options.cost_weight * carry["cost"]
+        if self.options.router == "none":
+            return None
         share = self.options.bottom_share * ramp(tools.step, self.options.ramp_start, self.options.ramp_end)
         logits = torch.stack([carry[f"logit{i}"] for i in range(self.options.steps)], dim=0)
         asked = torch.stack([carry[f"asked{i}"] for i in range(self.options.steps)], dim=0)
@@ -153,13 +167,14 @@ class AdaPonderLM(Budgeted, AlignedHalting):
         return self.options.cost_weight * ((values * own).sum((0, 1)) * tokens / count.clamp(min=1)).sum()
 
     def gate_values(self, carry: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        if self.window is not None:
+        if self.window is not None or self.options.router == "none":
             return []
         return [(carry[f"logit{i}"].sigmoid(), carry[f"asked{i}"]) for i in range(self.options.steps)]
 
     def extra_flops(self, p: Pass, vocab_size: int) -> float:
         h = self.shape.hidden_size
-        gate, losses = 2.0 * self.options.gate_width * h**2, 0.0
+        kinds = {"none": 0.0, "linear": 2.0 * h, "mlp": 2.0 * self.options.gate_width * h**2}
+        gate, losses = kinds[self.options.router], 0.0
         if self.window is not None and p.index + 1 < self.window.least:
             gate = 0.0
         elif self.window is not None:

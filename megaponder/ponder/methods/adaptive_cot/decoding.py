@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megaponder.decoding.backbone import linear, wide
-from megaponder.decoding.gates import Gates
+from megaponder.decoding.backbone import wide
+from megaponder.decoding.gates import Gates, logit, router
 from megaponder.decoding.method import DecodingMethod
 from megaponder.decoding.passes import Run, View, readable
 from megaponder.decoding.window import Window, window
@@ -44,14 +44,14 @@ def merged(run: Run, index: int, alive: Tensor | None) -> Merged:
 class AdaptiveCot(DecodingMethod):
     """Step k + 1 of a token starts from the state h_k of its step k, as long as reach_k g_k >= threshold, k < steps.
 
-    g_k is a router's gate on h_k; reach_0 = 1, reach_{k+1} = reach_k g_k.  Step k reads steps 0 .. k of its token and
-    earlier ones, as far as they were run.  The output is sum_k e_k h_k, with e_k = reach_k (1 - g_k), or reach_k at
-    the last step.  With a target, who goes on is decided by scores instead: every token runs the window's least steps,
-    then goes on while its score is at least the threshold that training left.
+    g_k is a router's gate on h_k (1 without a router); reach_0 = 1, reach_{k+1} = reach_k g_k. Step k reads steps 0
+    .. k of its token and earlier ones, as far as they were run. The output is sum_k e_k h_k, with e_k = reach_k (1
+    - g_k), or reach_k at the last step. With a target, who goes on is decided by scores instead: every token runs
+    the window's least steps, then goes on while its score is at least the threshold that training left.
     """
 
     name = "adaptive_cot"
-    defaults = {"steps": 3, "target": 0.0, "gate_width": 4, "threshold": 0.01}
+    defaults = {"steps": 3, "target": 0.0, "gate_width": 4, "threshold": 0.01, "router": "linear"}
     training_only = ("explore", "score_weight", "ramp_start", "ramp_end", "cost_weight", "cost_power", "router_bias")
 
     @property
@@ -61,8 +61,10 @@ class AdaptiveCot(DecodingMethod):
 
     def modules(self) -> dict[str, nn.Module]:
         width, found = self.config.hidden_size, self.window
-        budget = {} if found is None else {"budget": Gates(width, self.options["gate_width"], found.gates)}
-        return {"router": nn.Linear(width, 1), **budget}
+        made: dict[str, nn.Module] = {}
+        if self.options["router"] != "none":
+            made["router"] = router(self.options["router"], width, self.options["gate_width"])
+        return made if found is None else {**made, "budget": Gates(width, self.options["gate_width"], found.gates)}
 
     def hidden(self, model: Any, ids: Tensor, run: Run) -> Tensor:
         net, limit = model.model, self.window
@@ -72,7 +74,7 @@ class AdaptiveCot(DecodingMethod):
         out, reach, alive = torch.zeros_like(x), wide(torch.ones_like(x[..., 0])), run.real
         for step in range(steps + 1):
             x = net.norm(net.stack(x, step, merged(run, step, alive if step else None), kept))
-            on = reach * linear(model.method["router"], x)[..., 0].sigmoid()
+            on = reach * logit(model.method["router"], x).sigmoid() if "router" in model.method else reach
             go_on = alive & (step < steps)
             if limit is None:
                 go_on = go_on & (on >= self.options["threshold"])

@@ -12,9 +12,10 @@ score says so.  The loss with which a token would leave at step k, from which th
 sum_{j<k} e_j h_j + reach_k h_k.  Without a target the depth follows from `cost_weight`, and no value of it is a budget.
 
 All steps k of all tokens run at once, as pass k.  Known from arXiv 2602.08220: the two-dimensional causality, online
-continue gates, reach threshold, exit-mass mixture, a cost weighted by the probability of the correct token.  This
-project's choices (no public code): tau = 0.01, the form of the cost, a linear router with bias +2 on the normed state;
-dead steps have no keys at all.
+continue gates, reach threshold, exit-mass mixture, a cost weighted by the probability of the correct token, and that
+at 70M a linear router, an MLP and no router at all end at much the same loss (`router`; without one g_k is 1, so that
+all tokens run all steps and the last state is read out).  This project's choices (no public code): tau = 0.01, the form
+of the cost, a linear router with bias +2 on the normed state; dead steps have no keys at all.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megaponder.decoding.gates import router
 from megaponder.ponder.base import (
     CoreAttention,
     EntryTools,
@@ -40,7 +42,7 @@ from megaponder.ponder.base import (
     register,
 )
 from megaponder.ponder.budget import Budgeted
-from megaponder.ponder.halting import at_least, fraction, linear32, ordered
+from megaponder.ponder.halting import at_least, fraction, one_of, ordered, router32, starts_at
 
 
 @register
@@ -67,7 +69,7 @@ class AdaptiveCot(Budgeted, Method):
         score_weight: float = 0.1
         """With a target: weight of the scores' error in the loss."""
         gate_width: int = 4
-        """With a target: inner size of the scores' MLPs, in hidden sizes."""
+        """Inner size of the router, if it is an mlp, and with a target of the scores' MLPs, in hidden sizes."""
         ramp_start: int = 0
         """With a target: step up to which all tokens run all passes of the window."""
         ramp_end: int = 0
@@ -78,6 +80,8 @@ class AdaptiveCot(Budgeted, Method):
         """lambda: weight of the cost; more means earlier stops (without a target)."""
         cost_power: float = 1.0
         """beta: power of the correct token's probability in the cost; more means later stops."""
+        router: str = "linear"
+        """What the gates g_k come from: linear, mlp (two layers), or none (they are 1)."""
         router_bias: float = 2.0
         """Initial value of the router's bias."""
 
@@ -89,6 +93,7 @@ class AdaptiveCot(Budgeted, Method):
             for name in ("threshold", "explore"):
                 fraction(self, name)
             ordered(self, "ramp_start", "ramp_end")
+            one_of(self, "router", ("linear", "mlp", "none"))
 
     def __init__(self, options: Any, shape: Shape):
         super().__init__(options, shape)
@@ -105,10 +110,10 @@ class AdaptiveCot(Budgeted, Method):
         return depth_scaled(self.shape, self.options.steps + 1 if self.shape.neox_recipe else 1)
 
     def exit_modules(self) -> dict[str, nn.Module]:
-        router = nn.Linear(self.shape.hidden_size, 1)
-        nn.init.zeros_(router.weight)
-        nn.init.constant_(router.bias, self.options.router_bias)
-        return {"router": router} | ({} if self.window is None else {"budget": self.gates()})
+        o, made = self.options, dict[str, nn.Module]()
+        if o.router != "none":
+            made["router"] = starts_at(router(o.router, self.shape.hidden_size, o.gate_width), o.router_bias)
+        return made | ({} if self.window is None else {"budget": self.gates()})
 
     def enter(
         self, p: Pass, ids_bn: Tensor, feedback: Flow | None, carry: dict[str, Tensor], tools: EntryTools
@@ -136,12 +141,12 @@ class AdaptiveCot(Budgeted, Method):
     def leave(self, p: Pass, rows: Tensor, riders: Tensor | None, carry: dict[str, Tensor], tools: ExitTools) -> Flow:
         assert riders is not None
         h, alive = tools.norm(rows), riders[..., 0] > 0.5
-        gate = tools.broadcast(linear32(tools.modules["router"], h)[..., 0]).sigmoid()
+        gate = self._gate(h, tools)
         reach = carry["reach"] if p.index else torch.ones_like(gate)
         on = reach * gate
         if self.window is None:
             go_on = on >= self.options.threshold
-            right = tools.target_probability(h, alive) ** self.options.cost_power if self.options.cost_weight else 0.0
+            right = tools.target_probability(h, alive) ** self.options.cost_power if self._costs() else 0.0
             cost = right * on * tools.valid_sb
             carry["cost"] = carry["cost"] + cost if p.index else cost
         else:
@@ -153,6 +158,16 @@ class AdaptiveCot(Budgeted, Method):
         carry["reach"] = torch.where(go_on, on, torch.zeros_like(on))
         carry[f"gate{p.index}"], carry[f"asked{p.index}"] = gate, alive & (tools.valid_sb > 0)
         return Flow(h, go_on.float()[..., None])
+
+    def _gate(self, h: Tensor, tools: ExitTools) -> Tensor:
+        """g_k [s, b]."""
+        if self.options.router == "none":
+            return torch.ones(h.shape[:2], device=h.device)
+        return tools.broadcast(router32(tools.modules["router"], h)[..., 0]).sigmoid()
+
+    def _costs(self) -> bool:
+        """Whether the cost moves anything."""
+        return bool(self.options.cost_weight) and self.options.router != "none"
 
     def _by_budget(
         self, p: Pass, h: Tensor, reach: Tensor, alive: Tensor, carry: dict[str, Tensor], tools: ExitTools
@@ -199,10 +214,11 @@ class AdaptiveCot(Budgeted, Method):
         return True
 
     def extra_flops(self, p: Pass, vocab_size: int) -> float:
-        h = self.shape.hidden_size
-        head, router = 2.0 * vocab_size * h, 0.0 if p.last else 2.0 * h
+        h, kind = self.shape.hidden_size, self.options.router
+        head, mlp = 2.0 * vocab_size * h, 2.0 * self.options.gate_width * h**2
+        gate = 0.0 if p.last else {"none": 0.0, "linear": 2.0 * h, "mlp": mlp}[kind]
         if self.window is None:
-            return router + (head if self.options.cost_weight and not p.last else 0.0)
+            return gate + (head if self._costs() and not p.last else 0.0)
         if p.index + 1 < self.window.least:
-            return router
-        return router + head + (0.0 if p.last else 2.0 * self.options.gate_width * h**2)
+            return gate
+        return gate + head + (0.0 if p.last else mlp)
