@@ -5,7 +5,10 @@ and each other, and nothing else:
 
     configuration   fields of config.json
     cache           keys and values of all passes
+    slots           those of tokens that halt: one slot for each pass that a token ran
     passes          what the rows of a pass read
+    packed          the same for rows of several sequences side by side
+    steps           decoding forms written as one pass of any rows
     backbone        embedding, layers, norm
     window, gates   which depths a budget leaves open, and who gets them
     method          base of a method's decoding form, which lies in `megaponder/ponder/methods/NAME/decoding.py`

@@ -102,17 +102,16 @@ class Attention(nn.Module):
         before: tuple[Tensor, ...],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Output [b, r, H]; keys and values of these rows."""
-        b, rows, _ = x.shape
         q, k, v = (
-            proj(x).view(b, rows, -1, self.size).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj)
+            proj(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = rotate(self.q_norm(q), tables), rotate(self.k_norm(k), tables)
         k, v, own_k, own_v = view.join(entry, k, v, before)
         if self.groups != self.heads:
             k, v = (y.repeat_interleave(self.heads // self.groups, dim=1) for y in (k, v))
         attend = self._eager if self.config._attn_implementation == "eager" else self._fused
-        out = attend(q, k, v, view.mask, view.weight)
-        return self.o_proj(out.transpose(1, 2).reshape(b, rows, -1)), own_k, own_v
+        out = view.collected(attend(view.spread(q), k, v, view.mask, view.weight))
+        return self.o_proj(out.transpose(1, 2).flatten(2)), own_k, own_v
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, weight: Tensor | None) -> Tensor:
         scale, causal = self.size**-0.5, mask is None and q.shape[2] > 1

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from megaponder.decoding.slots import Slots
+
 
 @dataclass
 class Rows:
@@ -64,6 +66,25 @@ class PonderCache(Cache):
         self.layers_a_pass = layers
         self.tokens = 0
         self.rows: dict[int, Rows] = {}
+        self.slots: Slots | None = None
+        """Keys and values of a method whose tokens halt; `layers` and `rows` are those of the others."""
+
+    def by_slot(self, sequences: int, merge: bool, device: torch.device) -> Slots:
+        """The slots of a batch, made at the first call."""
+        if self.slots is None:
+            self.slots = Slots(sequences, merge, device=device)
+        return self.slots
+
+    def depths(self) -> Tensor | None:
+        """[b, t] rows that each token has: the passes that it ran, or its slots; None for an empty cache."""
+        if self.slots is not None:
+            return self.slots.depths()
+        count: Tensor | None = None
+        for rows in self.rows.values():
+            alive = torch.ones_like(rows.token)[None] if rows.alive is None else rows.alive.long()
+            new = alive.new_zeros(len(alive), self.tokens).index_add(1, rows.token, alive)
+            count = new if count is None else count + new
+        return count
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.tokens
@@ -99,12 +120,14 @@ class PonderCache(Cache):
         for index, rows in list(self.rows.items()):
             if tokens < self.tokens:
                 self.retain(index, slice(int((rows.token < tokens).sum())))
+        if self.slots is not None:
+            self.slots.crop(min(tokens, self.tokens))
         self.tokens = min(tokens, self.tokens)
 
     def reset(self) -> None:
         self.layers.clear()
         self.rows.clear()
-        self.tokens = 0
+        self.tokens, self.slots = 0, None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
@@ -120,3 +143,5 @@ class PonderCache(Cache):
 
     def _over_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         self.rows = {index: rows.over_batch(change) for index, rows in self.rows.items()}
+        if self.slots is not None:
+            self.slots.over_batch(change)

@@ -57,6 +57,10 @@ class DecodingMethod:
     def check(self, given: dict[str, Any]) -> None:
         """ValueError for invalid values of `arguments`."""
 
+    def using(self, given: dict[str, Any]) -> DecodingMethod:
+        """The method as these `arguments` change it; ValueError for invalid values."""
+        return self
+
     def in_generation(self) -> dict[str, Any]:
         """Arguments of `forward` in `generate`, if the caller gives none."""
         return {}

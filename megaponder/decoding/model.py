@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +20,13 @@ from megaponder.decoding.passes import Run
 
 # transformers calls the cache of an output "cache" since 5.2x and "past_key_values" before
 CACHE_FIELD = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+
+
+@dataclass
+class PonderOutput(CausalLMOutputWithPast):
+    """Logits, loss and cache as everywhere; `depths` [b, n] on request."""
+
+    depths: Tensor | None = None
 
 
 class PonderForCausalLM(PreTrainedModel, GenerationMixin):
@@ -102,20 +110,23 @@ class PonderForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         return_dict: bool | None = None,
+        output_depths: bool = False,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple:
         """Logits [b, n, V] in float32 or wider; the mean cross entropy of the shifted `labels` if given.
 
         `attention_mask` [b, t + n] is 0 at padding (either side); positions count the real tokens.
-        The method may have arguments of its own (`DecodingMethod.arguments`), which are among `kwargs`.
+        The method may have arguments of its own (`DecodingMethod.arguments`), which are among `kwargs`: for most,
+        `passes` (of a token, at most) and `threshold`.  `output_depths` adds `depths` [b, n], passes that tokens ran.
         """
         cache = past_key_values if cache is None else cache
         if cache is None and (self.config.use_cache and not self.training if use_cache is None else use_cache):
             cache = PonderCache(self.config.num_hidden_layers)
         given = {name: kwargs.pop(name, None) for name in self.ponder.arguments}
         self.ponder.check(given)
+        ponder = self.ponder.using(given)
         run = self._run(input_ids, attention_mask, position_ids, cache, given)
-        h = self.ponder.hidden(self, input_ids, run)
+        h = ponder.hidden(self, input_ids, run)
         if run.cache is not None:
             run.cache.tokens = run.past + input_ids.shape[1]
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -123,7 +134,9 @@ class PonderForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE_FIELD: cache})
+        output = PonderOutput(
+            loss=loss, logits=logits, depths=run.depth if output_depths else None, **{CACHE_FIELD: cache}
+        )
         return output.to_tuple() if return_dict is False else output
 
     def _run(

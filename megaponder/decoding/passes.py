@@ -37,6 +37,14 @@ class View:
         """`before` of the next pass."""
         return k, v
 
+    def spread(self, q: Tensor) -> Tensor:
+        """Queries [b, heads, r, d] as attention computes them."""
+        return q
+
+    def collected(self, out: Tensor) -> Tensor:
+        """The inverse of `spread`, for what attention makes of queries."""
+        return out
+
 
 @dataclass
 class Run:
@@ -53,6 +61,8 @@ class Run:
     """The method's own arguments of this forward (`DecodingMethod.arguments`)."""
     rows: dict[int, Rows] = field(default_factory=dict)
     """By pass: all stored rows, including those of this forward."""
+    depth: Tensor | None = None
+    """[b, n] passes that each new token ran, 0 at padding; None if the method does not say."""
 
     @property
     def real(self) -> Tensor:

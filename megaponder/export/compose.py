@@ -1,7 +1,7 @@
 """The modelling code of an export: the files of `megaponder.decoding` and one method's decoding form, side by side.
 
     modeling_megaponder.py   what config.json names: the model class with its method
-    configuration.py, cache.py, passes.py, backbone.py, method.py, model.py     from `megaponder/decoding`
+    configuration.py, cache.py, passes.py, backbone.py, method.py, model.py ... from `megaponder/decoding`
     method_NAME.py           from NAME/decoding.py of the method, and those of the same package that it imports
 
 `from megaponder.decoding.cache import ...` becomes `from .cache import ...`; otherwise the files are copied unchanged,
@@ -27,8 +27,8 @@ _IMPORT = re.compile(r"^from (\.?[\w.]+) import ", re.MULTILINE)
 _ENTRY = '''"""A pondering language model for `transformers`, loaded with `trust_remote_code=True`: method {method}.
 
     configuration   fields of config.json
-    cache           keys and values of all passes
-    passes          what the rows of a pass read
+    cache, slots    keys and values of all passes
+    passes, packed  what the rows of a pass read
     backbone        embedding, layers, norm
     method          base of a method's decoding form
     {module:15} that of {method}

@@ -24,6 +24,8 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 PASSES = {"loop": 3, "ponderlm": 3, "ponderlm_top": 3, "adaponderlm": 4, "adaptive_cot": 4}
 """Passes with keys of their own; 1 where none are named."""
+HALTING = ("adaponderlm", "adaptive_cot")
+"""Methods whose tokens may stop before the deepest pass."""
 LATENT = ("ponderlm2", "ponderlm3")
 """Methods whose training forward approximates their decoding."""
 FAMILIES: dict[str, dict[str, Any]] = {

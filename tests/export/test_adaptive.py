@@ -51,12 +51,10 @@ def decode(net: MegaponderForCausalLM, tokens: Tensor, cache: PonderCache | None
 
 
 def rows(cache: PonderCache, sequence: int) -> list[int]:
-    """Rows of each token in the cache that are alive for a sequence: the passes it took, but for adaponderlm."""
-    count = torch.zeros(cache.tokens, dtype=torch.long)
-    for part in cache.rows.values():
-        alive = torch.ones(len(part.token)).bool() if part.alive is None else part.alive[sequence]
-        count += part.token[alive].bincount(minlength=cache.tokens)
-    return count.tolist()
+    """Rows of each token in the cache that are alive for a sequence: the passes it took."""
+    found = cache.depths()
+    assert found is not None
+    return (found[sequence] if len(found) > 1 else found[0]).tolist()
 
 
 @pytest.mark.parametrize("method,family,k", CASES)
@@ -93,7 +91,7 @@ def test_forward_is_the_formula(method: str, family: str, k: int, tmp_path: Path
     for row, got in zip(tokens, whole, strict=True):
         want = oracle.run(row, method, net.config.method_options)
         assert error(got, want.logits.detach()) < 1e-6  # float32 in cos and sin
-        if method == "adaptive_cot":
+        if method in ("adaptive_cot", "adaponderlm"):
             cache = PonderCache(2)
             net(row[None], past_key_values=cache)
             assert want.depth is not None and rows(cache, 0) == want.depth.tolist()
@@ -153,8 +151,7 @@ def test_budgets_decode_by_the_formula(method: str, options: dict[str, Any], tmp
         want = oracle.run(row, method, options)
         assert want.depth is not None and len(want.depth.unique()) > 1
         assert error(got, want.logits.detach()) < 1e-6  # float32 in cos and sin
-        if method in ("adaptive_cot", "ponderlm3"):
-            assert rows(cache, i) == want.depth.tolist()
+        assert rows(cache, i) == want.depth.tolist()
 
 
 @pytest.mark.parametrize(("method", "options"), [BUDGETS[0], BUDGETS[3]])
@@ -330,3 +327,53 @@ def test_prompts_may_be_refined_a_given_number_of_times() -> None:
     for wrong in (-1, "often", 0.5):
         with pytest.raises(ValueError, match='it must be None, "converge", or a number of refinements'):
             net(tokens, jacobi=wrong)
+
+
+@pytest.mark.parametrize("method", models.HALTING)
+@torch.no_grad()
+def test_only_rows_that_go_on_are_computed_and_stored(method: str) -> None:
+    """In prompts, batches and decoding: rows of the first layer and slots of the cache are the sum of depths."""
+    net, n = make(method, "llama", 3), 40
+    tokens, mask = ids(5, n), torch.ones(5, n, dtype=torch.long)
+    for i, length in enumerate((40, 1, 17, 33, 8)):  # left padding
+        mask[i, : n - length] = 0
+    seen: list[int] = []
+    net.model.layers[0].register_forward_hook(lambda module, args, out: seen.append(args[0].shape[1]))
+    cache = PonderCache(2)
+    out = net(tokens, attention_mask=mask, past_key_values=cache, output_depths=True)
+    assert len(out.depths[mask.bool()].unique()) == 4 and not out.depths[mask == 0].any()
+    assert sum(seen) == out.depths.sum() == cache.slots.used
+    assert torch.equal(cache.depths(), out.depths)
+    longer = torch.cat([mask, mask.new_ones(5, 1)], dim=1)
+    more = net(tokens[:, :1], attention_mask=longer, past_key_values=cache, output_depths=True)
+    assert sum(seen) == out.depths.sum() + more.depths.sum() == cache.slots.used
+    a_slot = 2 * 2 * net.config.num_key_value_heads * net.config.head_size * 8  # keys, values; layers; float64
+    assert cache.slots.used * a_slot <= cache.slots.bytes <= 1.02 * cache.slots.used * a_slot
+    for i in range(5):  # alone, each token has the same depth
+        alone = net(tokens[i : i + 1, mask[i].bool()], output_depths=True)
+        assert torch.equal(alone.depths[0], out.depths[i, mask[i].bool()])
+        assert error(out.logits[i, mask[i].bool()], alone.logits[0]) < TIGHT
+
+
+@torch.no_grad()
+def test_passes_and_thresholds_are_arguments() -> None:
+    tokens = ids(2, 7)
+    common = dict(max_new_tokens=5, do_sample=False, pad_token_id=0, eos_token_id=None)
+    for method, option, change in (
+        ("ponderlm", "steps", 1), ("loop", "extra_passes", 4), ("adaptive_cot", "steps", 1),
+        ("adaptive_cot", "threshold", 0.6), ("adaponderlm", "threshold", 0.8),
+        ("confident_ponderlm", "threshold", 0.05),
+    ):  # fmt: skip
+        net = models.model("llama", method)
+        given = {"passes": change + 1} if option != "threshold" else {"threshold": change}
+        got, text = net(tokens, **given).logits, net.generate(tokens, **given, **common)
+        assert error(got, net(tokens).logits) > 1e-3
+        net.ponder.options[option] = change
+        assert torch.equal(got, net(tokens).logits) and torch.equal(text, net.generate(tokens, **common))
+    net = models.model("llama", "adaponderlm")
+    out = net.generate(tokens, passes=2, return_dict_in_generate=True, **common)
+    assert out.past_key_values.depths().shape == (2, 11) and out.past_key_values.depths().max() == 2
+    with pytest.raises(ValueError, match="passes = 5: it must be 1 to 4, the passes that the model was trained with"):
+        net(tokens, passes=5)
+    with pytest.raises(ValueError, match=r"threshold = 0.5: method loop has no threshold"):
+        models.model("llama", "loop")(tokens, threshold=0.5)

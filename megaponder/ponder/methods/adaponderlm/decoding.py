@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megaponder.decoding.gates import Gates, logit, router
-from megaponder.decoding.passes import Run
+from megaponder.decoding.steps import at_pass, by_pass
 from megaponder.ponder.methods.aligned.decoding import AlignedDecoding
 
 
@@ -40,12 +40,12 @@ class AdaPonderLM(AlignedDecoding):
         count = 1 if o["shared_gate"] else o["steps"]
         return {"gates": nn.ModuleList(router(o["router"], width, o["gate_width"]) for _ in range(count))}
 
-    def decide(self, model: Any, index: int, h: Tensor, run: Run) -> tuple[Tensor, Tensor]:
+    def decide(self, model: Any, index: int | Tensor, h: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         whole = torch.ones_like(h[..., 0])
         if self.window is not None:
-            gate = index + 1 - self.window.least
-            return whole, whole > 0 if gate < 0 else model.method["budget"].go_on(gate, h)
+            return whole, by_pass(index, self.window.least, self.window.most, model.method["budget"].go_on, h)
         if self.options["router"] == "none":
             return whole, whole > 0
-        s = logit(model.method["gates"][0 if self.options["shared_gate"] else index], h).sigmoid()
+        gates, shared = model.method["gates"], self.options["shared_gate"]
+        s = at_pass(index, self.options["steps"], lambda i, rows: logit(gates[0 if shared else i], rows).sigmoid(), h)
         return s, s >= self.options["threshold"]

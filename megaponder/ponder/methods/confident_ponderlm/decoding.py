@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from megaponder.decoding.backbone import wide
 from megaponder.decoding.gates import Threshold
-from megaponder.decoding.passes import Run
 from megaponder.ponder.methods.aligned.decoding import AlignedDecoding
 
 
@@ -27,13 +26,14 @@ class ConfidentPonderLM(AlignedDecoding):
     def modules(self) -> dict[str, nn.Module]:
         return {} if self.window is None else {"budget": Threshold()}
 
-    def decide(self, model: Any, index: int, h: Tensor, run: Run) -> tuple[Tensor, Tensor]:
+    def decide(self, model: Any, index: int | Tensor, h: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         whole = torch.ones_like(h[..., 0])
         if self.window is None and self.options["threshold"] >= 1:
             return whole, whole > 0
-        if self.window is not None and index + 1 < self.window.least:
-            return whole, whole > 0
+        if self.window is not None and isinstance(index, int) and index + 1 < self.window.least:
+            return whole, whole > 0  # without the head
         best = wide(model.lm_head(h)).softmax(-1).amax(-1)
         if self.window is None:
             return whole, best < self.options["threshold"]
-        return whole, model.method["budget"].reached(1 - best)
+        early = torch.as_tensor(index + 1 < self.window.least, device=h.device)
+        return whole, early | model.method["budget"].reached(1 - best)

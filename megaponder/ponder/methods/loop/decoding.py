@@ -6,20 +6,22 @@ from typing import Any
 
 from torch import Tensor
 
-from megaponder.decoding.method import DecodingMethod
-from megaponder.decoding.passes import Run
+from megaponder.decoding.steps import State, Stepwise
 
 
-class Loop(DecodingMethod):
+class Loop(Stepwise):
     """The stack runs extra_passes + 1 times; there is no norm and no new embedding in between."""
 
-    name = "loop"
+    name, extends = "loop", True
     defaults = {"extra_passes": 3}
     training_only = ("draw", "draw_from", "draw_to", "grow_steps", "grow")
 
-    def hidden(self, model: Any, ids: Tensor, run: Run) -> Tensor:
-        net = model.model
-        x = net.embed(net.embed_tokens(ids), run.positions)
-        for index in range(self.options["extra_passes"] + 1):
-            x = net.stack(x, index, run.view(index))
-        return net.norm(x)
+    def trained(self) -> int:
+        return int(self.options["extra_passes"]) + 1
+
+    def leave(self, model: Any, index: int | Tensor, h: Tensor, state: State, positions: Tensor) -> bool | Tensor:
+        go_on = index + 1 < self.deepest()
+        state["x"] = h
+        if go_on is not True:
+            state["out"] = model.model.norm(h)
+        return go_on

@@ -6,17 +6,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megaponder.decoding.method import DecodingMethod
-from megaponder.decoding.passes import Run
+from megaponder.decoding.steps import State, Stepwise
 
 
-class PonderLM(DecodingMethod):
+class PonderLM(Stepwise):
     """Between two passes every token's embedding adds the expected embedding of its next token.
 
     With `feedback: hidden` it adds the token's state instead, with `projected` a linear map of it.
     """
 
-    name = "ponderlm"
+    name, extends = "ponderlm", True
     defaults = {"steps": 3, "topk": 0, "multiply_by_steps": False, "feedback": "mixture"}
     training_only = ("draw", "draw_from", "draw_to", "grow_steps", "grow")
 
@@ -29,10 +28,12 @@ class PonderLM(DecodingMethod):
             return self.mixture(model, h, self.options["topk"])
         return h if self.options["feedback"] == "hidden" else model.method["projection"](h)
 
-    def hidden(self, model: Any, ids: Tensor, run: Run) -> Tensor:
-        net, steps = model.model, self.options["steps"]
-        factor = steps if self.options["multiply_by_steps"] else 1
-        x = net.embed(net.embed_tokens(ids), run.positions, factor)
-        for index in range(steps):
-            x = x + self._fed_back(model, net.norm(net.stack(x, index, run.view(index))))
-        return net.norm(net.stack(x, steps, run.view(steps)))
+    def trained(self) -> int:
+        return int(self.options["steps"]) + 1
+
+    def begin(self, model: Any, ids: Tensor, positions: Tensor) -> State:
+        net, factor = model.model, self.options["steps"] if self.options["multiply_by_steps"] else 1
+        return {"x": net.embed(net.embed_tokens(ids), positions, factor)}
+
+    def enter(self, model: Any, index: int | Tensor, state: State) -> None:
+        state["x"] = state["x"] + self._fed_back(model, state["out"])

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaponder.decoding.passes import Run
 from megaponder.ponder.methods.aligned.decoding import AlignedDecoding
 
 
@@ -17,8 +16,8 @@ class PrunedPonderLM(AlignedDecoding):
     name = "pruned_ponderlm"
     defaults = {"steps": 3, "depth": 3.7, "by": "random", "seed": 0, "topk": 0}
 
-    def decide(self, model: Any, index: int, h: Tensor, run: Run) -> tuple[Tensor, Tensor]:
-        base, extra, t = int(self.options["depth"]), self.options["depth"] % 1, run.positions.long()
+    def decide(self, model: Any, index: int | Tensor, h: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        base, extra, t = int(self.options["depth"]), self.options["depth"] % 1, positions.long()
         if self.options["by"] == "random":
             x = (t + 1) * 0x9E3779B1 + (self.options["seed"] + 1) * 0x85EBCA6B
             for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megaponder.decoding.method import DecodingMethod
+from megaponder.decoding.steps import Stepwise
 
 
-class Vanilla(DecodingMethod):
+class Vanilla(Stepwise):
     """One pass."""
 
     name = "vanilla"

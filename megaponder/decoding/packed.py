@@ -1,0 +1,82 @@
+"""A pass over rows of several sequences side by side, each sequence with as many as it has.
+
+Shapes: m rows (one token in one pass), s sequences with rows, r rows of the fullest, k keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megaponder.decoding.passes import View
+from megaponder.decoding.slots import Slots
+
+
+@dataclass
+class Packed(View):
+    """Rows [1, m, H] of several sequences side by side, which read keys by slot."""
+
+    store: Slots
+    slots: Tensor
+    """[m] of the rows."""
+    table: Tensor
+    """[s, k] slots that the rows of each sequence may read, as far as `mask` [s, 1, r, k] lets them."""
+    place: Tensor | None
+    """[m] where each row stands among the s x r rows that attention computes; None: where it is."""
+    shape: tuple[int, int]
+    """(s, r)."""
+    layers: int
+    """Of the stack."""
+
+    def join(self, entry: int, k: Tensor, v: Tensor, before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        k, v = k[0].transpose(0, 1), v[0].transpose(0, 1)
+        if self.store.stored:
+            k, v = self.store.write(entry % self.layers, self.slots, k, v)
+        elif before and self.store.merge:
+            k, v = torch.cat([before[0], k]), torch.cat([before[1], v])
+        elif before:
+            k, v = before[0].index_copy(0, self.slots, k), before[1].index_copy(0, self.slots, v)
+        return k[self.table].transpose(1, 2), v[self.table].transpose(1, 2), k, v
+
+    def kept(self, before: tuple[Tensor, ...], k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return () if self.store.stored else (k, v)
+
+    def spread(self, q: Tensor) -> Tensor:
+        q = q[0].transpose(0, 1)
+        if self.place is not None:
+            q = q.new_zeros(self.shape[0] * self.shape[1], *q.shape[1:]).index_copy(0, self.place, q)
+        return q.unflatten(0, self.shape).transpose(1, 2)
+
+    def collected(self, out: Tensor) -> Tensor:
+        out = out.transpose(1, 2).flatten(0, 1)
+        return (out if self.place is None else out[self.place]).transpose(0, 1)[None]
+
+
+def packed(
+    store: Slots, layers: int, index: int, seq: Tensor, token: Tensor, positions: Tensor, weight: Tensor | None = None
+) -> Packed:
+    """Rows [m] of pass `index`, ordered by sequence and token, each of which reads its own and earlier tokens."""
+    slots = store.allot(index, seq, token, weight)
+    if not len(seq):
+        return Packed(positions[None], None, None, None, store, slots, slots[None], None, (1, 0), layers)
+    there, rows = torch.unique_consecutive(seq, return_counts=True)
+    shape = (len(there), int(rows.max()))
+    keys, key_token = store.keys_of(index, there, int(token.max()))
+    place, row_token = None, token.view(-1, 1)
+    if shape[0] * shape[1] != len(seq):
+        line = torch.arange(shape[0], device=seq.device).repeat_interleave(rows)
+        begin = rows.cumsum(0) - rows
+        place = line * shape[1] + torch.arange(len(seq), device=seq.device) - begin[line]
+        filled = token[begin].repeat_interleave(shape[1])  # rows that do not exist read what the first one reads
+        row_token = filled.index_copy(0, place, token)
+    row_token = row_token.view(shape)
+    exists = keys >= 0
+    mask: Tensor | None = None
+    causal = shape[1] == keys.shape[1] and bool((row_token == key_token).all() if shape[1] > 1 else True)
+    if not (causal or shape[1] == 1) or not bool(exists.all()):
+        mask = (key_token[:, None] <= row_token[..., None]) & exists[:, None]
+        mask = None if shape[1] == 1 and bool(mask.all()) else mask[:, None]
+    weights = None if store.weight is None else store.weight[keys.clamp(min=0)]
+    return Packed(positions[None], mask, weights, None, store, slots, keys.clamp(min=0), place, shape, layers)

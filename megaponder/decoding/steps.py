@@ -1,0 +1,151 @@
+"""Decoding forms written as one pass of any rows, so that rows that go on can leave those that halt behind.
+
+Shapes: rows [..., H]; [m, H] where rows of several sequences, or of different passes, stand side by side.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from megaponder.decoding.backbone import wide
+from megaponder.decoding.method import DecodingMethod
+from megaponder.decoding.packed import packed
+from megaponder.decoding.passes import Run
+from megaponder.decoding.slots import Slots
+
+State = dict[str, Tensor]
+"""What tokens carry from pass to pass: "x" [..., H] enters the next one, "out" [..., H] is read out if none follows."""
+
+
+def by_pass(index: int | Tensor, least: int, most: int, decide: Callable[[int, Tensor], Tensor], h: Tensor) -> Tensor:
+    """Who goes on after pass `index` where every token runs `least` passes and none more than `most`: bool [...].
+
+    `decide(gate, h)` answers for the passes between: gate 0 after pass least - 1, and so on.
+    """
+    made = at_pass(index - (least - 1), most - least, decide, h, absent=False)
+    return made | torch.as_tensor(index + 1 < least, device=h.device)
+
+
+def at_pass(
+    index: int | Tensor, count: int, make: Callable[[int, Tensor], Tensor], h: Tensor, absent: float = 0.0
+) -> Tensor:
+    """make(index, h) [...] for 0 <= index < count, where each row may have an index of its own; elsewhere `absent`."""
+    if isinstance(index, int):
+        if 0 <= index < count:
+            return make(index, h)
+        return torch.full(h.shape[:-1], absent, device=h.device)
+    out = torch.full(h.shape[:-1], absent, dtype=torch.bool if absent is False else wide(h).dtype, device=h.device)
+    for i in range(count):
+        if h.device.type == "cpu":  # no waiting here, so only the rows that need it
+            rows = (index == i).nonzero()[:, 0]
+            if len(rows):
+                out = out.index_copy(0, rows, make(i, h[rows]).to(out.dtype))
+        else:
+            out = torch.where(index == i, make(i, h), out)
+    return out
+
+
+class Stepwise(DecodingMethod):
+    """A method whose tokens run one pass after the other.
+
+    `index` is the pass: a number, or a tensor [m] where rows are in different passes; then nothing waits for a GPU.
+    """
+
+    halts: ClassVar[bool] = False
+    """Whether tokens may stop before the deepest pass."""
+    merge: ClassVar[bool] = False
+    """Whether a pass reads the keys of all passes before it, instead of one key a token (see `Slots`)."""
+    extends: ClassVar[bool] = False
+    """Whether tokens can run more passes than the model was trained with."""
+    arguments = ("passes", "threshold")
+    limit: int | None = None
+
+    def using(self, given: dict[str, Any]) -> Stepwise:
+        made, passes, threshold = copy.copy(self), given.get("passes"), given.get("threshold")
+        if passes is not None:
+            most = self.trained()
+            if passes < 1 or (passes > most and not self.extends):
+                rule = "at least 1" if self.extends else f"1 to {most}, the passes that the model was trained with"
+                raise ValueError(f"passes = {passes}: it must be {rule}")
+            made.limit = int(passes)
+        if threshold is not None:
+            if "threshold" not in self.options or getattr(self, "window", None) is not None:
+                raise ValueError(f"threshold = {threshold}: method {self.name} has no threshold to choose here")
+            made.options = {**self.options, "threshold": float(threshold)}
+        return made
+
+    def trained(self) -> int:
+        """The most passes of a token, as trained."""
+        return 1
+
+    def deepest(self) -> int:
+        """The most passes of a token now: at most `Run.given["passes"]`; methods of fixed depth run exactly as many."""
+        if self.limit is None:
+            return self.trained()
+        return self.limit if self.extends else min(self.limit, self.trained())
+
+    def begin(self, model: Any, ids: Tensor, positions: Tensor) -> State:
+        """What enters the first pass of tokens `ids` [...]."""
+        return {"x": model.model.embed(model.model.embed_tokens(ids), positions)}
+
+    def leave(self, model: Any, index: int | Tensor, h: Tensor, state: State, positions: Tensor) -> bool | Tensor:
+        """Takes in what pass `index` made of "x" (without the final norm), and says which rows go on: bool [...]."""
+        state["out"] = model.model.norm(h)
+        return index + 1 < self.deepest()
+
+    def enter(self, model: Any, index: int | Tensor, state: State) -> None:
+        """Makes the "x" of the pass after `index` for rows that go on."""
+
+    def hidden(self, model: Any, ids: Tensor, run: Run) -> Tensor:
+        if self.halts:
+            return self._gathered(model, ids, run)
+        state = self.begin(model, ids, run.positions)
+        run.depth = torch.full_like(ids, self.deepest())
+        for index in range(self.deepest()):
+            h = model.model.stack(state["x"], index, run.view(index))
+            if self.leave(model, index, h, state, run.positions):
+                self.enter(model, index, state)
+        return state["out"]
+
+    def _gathered(self, model: Any, ids: Tensor, run: Run) -> Tensor:
+        seq, column = run.real.nonzero(as_tuple=True)
+        if run.cache is None:
+            slots = Slots(len(ids), self.merge, stored=False, device=ids.device)
+        else:
+            slots = run.cache.by_slot(len(ids), self.merge, ids.device)
+        slots.extend(ids.shape[1])
+        out, depth = self.passes(model, ids[seq, column], run.positions[seq, column], seq, run.past + column, slots)
+        run.depth = torch.zeros_like(ids).index_put((seq, column), depth)
+        return out.new_zeros(*ids.shape, out.shape[-1]).index_put((seq, column), out)
+
+    def passes(
+        self, model: Any, ids: Tensor, positions: Tensor, seq: Tensor, token: Tensor, slots: Slots
+    ) -> tuple[Tensor, Tensor]:
+        """(final-normed rows [m, H], passes run [m]) of tokens, ordered by sequence; a pass runs only those that go on.
+
+        positions (for RoPE), seq, token [m]: where in the table of `slots` each token belongs.
+        """
+        net = model.model
+        state, kept = self.begin(model, ids, positions), [()] * len(net.layers)
+        left, done, order = torch.arange(len(ids), device=ids.device), [], []
+        depth = torch.zeros_like(left)
+        for index in range(self.deepest()):
+            if not len(left) and not model.training:  # in training every gate must get a gradient
+                break
+            depth[left] = index + 1
+            view = packed(slots, len(net.layers), index, seq[left], token[left], positions[left])
+            h = net.stack(state["x"][None], index, view, kept)[0]
+            go_on = self.leave(model, index, h, state, positions[left])
+            if isinstance(go_on, bool):
+                go_on = torch.full_like(left, go_on, dtype=torch.bool)
+            if not len(left) or not go_on.all():
+                done.append(state["out"][~go_on])
+                order.append(left[~go_on])
+                left, state = left[go_on], {name: x[go_on] for name, x in state.items()}
+            self.enter(model, index, state)
+        return torch.cat(done)[torch.cat(order).argsort()], depth
