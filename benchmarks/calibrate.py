@@ -48,7 +48,7 @@ def measure(cfg: Any, state: Any, threshold: float, batches: int) -> Evaluation:
     cfg.train.eval_batches, cfg.data.cache = batches, None
     with reference.engine(cfg, state) as engine:
         streams = build_streams(cfg, cfg.train.global_batch, batches * cfg.train.global_batch)
-        if streams.valid is None:
+        if not streams.valid:
             raise UserError("The run has no held-out text: its data.split has no validation part.")
         found = evaluate(cfg, engine, streams.valid, _Never(), lambda: None)  # type: ignore[arg-type]
     assert found is not None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megaponder.compare import page
-from megaponder.compare.results import Group, Point, Result, Sweep
+from megaponder.compare.results import Group, Point, Result, Sweep, kind
 from megaponder.errors import UserError
 
 
@@ -36,7 +36,11 @@ def result(row: dict[str, Any]) -> Result:
         depth=row["depth"],
         by_depth={},
         bits_per_byte=row["bits_per_byte"],
-        sweep=tuple(Sweep(s["variant"], s["flops_per_token"], s["loss"]) for s in row["sweep"]),
+        sweep=tuple(
+            Sweep(s["variant"], s.get("kind") or kind(s["variant"]), s["flops_per_token"], s["loss"])
+            for s in row["sweep"]
+        ),
+        analysis=row.get("evaluation", {}).get("analysis"),
     )
 
 

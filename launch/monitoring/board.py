@@ -63,6 +63,8 @@ ROWS: dict[str, tuple[Chart, ...]] = {
             "training": of_run("loss"), "validation": of_run("validation_loss"),
             "auxiliary": of_run("auxiliary_loss"),
         }),
+        Chart("Held-out loss by set (nats)", "none", {"{{set}}": of_run("validation_set_loss", "set")}),
+        Chart("Tasks", "none", {"{{task}}": of_run("task_score", "task")}),
         Chart("Gradient norm", "none", {"": of_run("grad_norm")}),
         Chart("Learning rate", "none", {"": of_run("learning_rate")}),
         Chart("Skipped steps", "none", {"{{reason}}": of_run("skipped_steps_total", "reason")}),

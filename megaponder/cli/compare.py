@@ -13,12 +13,12 @@ EPILOG = """\
 examples
   megaponder compare runs/vanilla runs/ponderlm               a table here, figures and a page in comparison/
   megaponder compare runs/*-seed? --out report                runs that differ in their seed alone are one curve
-  megaponder eval runs/ponderlm --passes 1 2 3 4 --json runs/ponderlm/eval.json
-  megaponder compare runs/vanilla runs/ponderlm               now with bits per byte, and the passes as a curve
+  megaponder eval runs/ponderlm --depth                       measures it at other depths, into runs/ponderlm/eval.json
+  megaponder compare runs/vanilla runs/ponderlm               now also loss by depth, what passes bring, who gets them
 
 It writes compare.png, compare.svg, compare.md, compare.csv, compare.tex and compare.html, one page that needs nothing
-else.  Losses are held-out ones, by which runs wrote them while they trained; FLOPs, too, are what runs wrote.  Every
-setting besides the method in which the runs differ is named: it may explain a result as well as the method does.
+else.  Curves and FLOPs are what the runs wrote while they trained; nothing is computed again.  Every setting besides
+the method in which the runs differ is named: it may explain a result as well as the method does.
 """
 
 
@@ -36,9 +36,11 @@ def run(args: argparse.Namespace) -> int:
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: a file has this name; name a folder.")
     found = [results.read_run(path) for path in dict.fromkeys(Path(name) for name in args.runs)]
+    found, said = results.of_one_text(found)
     groups = results.grouped(found, differences.labels(found))
-    warnings, notes = differences.warnings(groups), results.notes_of(groups)
-    print(table.markdown(groups))
+    warnings, notes = differences.warnings(groups), said + results.notes_of(groups)
+    for one in table.tables(groups):
+        print(table.markdown(one))
     for sentence in warnings:
         print(f"warning: besides the method, {sentence}")
     for note in notes:

@@ -51,7 +51,7 @@ def planned(
 
 def _is_here(data: DataConfig) -> bool:
     """Whether a plan can read the datasets: a laptop often plans for a cluster's."""
-    from megaponder.data.blend import parse_blend
+    from megaponder.data.check import all_sources
 
-    sources = parse_blend(data.train, "data.train") + parse_blend(data.valid, "data.valid")
+    sources = all_sources(data)
     return all(Path(f"{source.path}.idx").is_file() for source in sources)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaponder.cli.parser import Commands
 
 if TYPE_CHECKING:
-    from megaponder.config.schema import RunConfig
     from megaponder.inference.heldout import Score
 
 SUMMARY = "loss, perplexity and bits per byte of a checkpoint or an export on held-out text"
+SAMPLE = 65_536
 
 EPILOG = """\
 examples
@@ -21,12 +21,18 @@ examples
   megaponder eval hf/first --data wiki=data/wiki books=data/books an export, two datasets, and both together
   megaponder eval runs/ada --data data/wiki --thresholds 0.1 0.5  the same weights, halting earlier
   megaponder eval runs/first --data data/wiki --passes 1 2 3 4 --json table.json
+  megaponder eval runs/ada --depth                                who gets the passes and what they bring; for compare
   megaponder eval hf/first --tasks lambada_openai piqa            tasks of lm-eval (extra megaponder[eval])
 
 PATH is a checkpoint, a run folder (its newest one), or a Hugging Face folder.  A dataset is one that `megaponder
 prepare` wrote with the model's tokenizer; all of it is read, and every token that counts in the loss is a target once.
 Losses are in nats per token, computed in FP32 in one process.  FLOPs are those of a token in decoding, at the depth
-that it had.
+that it had.  A method that weighs in training what decoding leaves out (ponderlm3) is evaluated as decoding runs it;
+its weighed loss stands beside that one.
+
+--depth also measures, on a part of the text, the same weights at other depths and thresholds, the loss after each
+pass, whether the gates' scores predict what a pass brings, and whether the model's choice of tokens beats the same
+depths shuffled over them.  For a run it writes all numbers to RUN/eval.json, which `megaponder compare` reads.
 """
 
 
@@ -41,10 +47,19 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--passes", nargs="+", type=int, default=[], metavar="N", help="also with at most so many passes a token"
     )
+    parser.add_argument(
+        "--depth", action="store_true", help="also sweep depths and thresholds, and measure what each pass brings"
+    )
+    parser.add_argument(
+        "--sample", type=int, default=SAMPLE, metavar="N", help=f"targets for --depth (default {SAMPLE:,})"
+    )
     parser.add_argument("--length", type=int, metavar="N", help="tokens in a window; default: data.sequence_length")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N targets of each dataset")
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="only the first N targets of each dataset, examples of each task"
+    )
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="windows at a time (default 8)")
-    parser.add_argument("--tasks", nargs="+", default=[], metavar="TASK", help="tasks of lm-eval, on an export folder")
+    parser.add_argument("--tasks", nargs="+", default=[], metavar="TASK", help="tasks of lm-eval")
+    parser.add_argument("--tasks-folder", metavar="FOLDER", help="with definitions of more tasks (lm-eval's YAML)")
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="for --tasks: run the modelling file whatever its version"
     )
@@ -53,9 +68,9 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from megaponder.errors import ConfigError
-    from megaponder.inference import heldout, variants
+    from megaponder.inference import evaluation, heldout, variants
 
-    for name in ("length", "limit", "batch"):
+    for name in ("length", "limit", "batch", "sample"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name}", value, "it must be at least 1", "use 1 or more")
@@ -63,10 +78,11 @@ def run(args: argparse.Namespace) -> int:
     if args.tasks:
         from megaponder.inference.tasks import evaluate
 
-        tasks = evaluate(Path(args.path), args.tasks, args.batch, args.trust_remote_code)
+        trusted, limit = args.trust_remote_code, args.limit
+        tasks = evaluate(args.path, args.tasks, args.batch, trusted, args.tasks_folder, limit)
         for task, values in tasks.items():
             print(f"{task}: " + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
-        if not args.data:
+        if not args.data and not args.depth:
             _write_json(args, {"path": args.path, "tasks": tasks})
             return 0
     cfg, state = heldout.read_model(args.path)
@@ -81,8 +97,15 @@ def run(args: argparse.Namespace) -> int:
     ]
     for line in table(found):
         print(line)
-    told = _told(args.path, cfg, found)
-    _write_json(args, {**told, "tasks": tasks} if tasks else told)
+    told = evaluation.told(args.path, cfg, found) | ({"tasks": tasks} if tasks else {})
+    if args.depth:
+        sample = evaluation.sample(named, args.sample)
+        told |= evaluation.by_depth(cfg, state, sample, args.batch, args.length)
+        for line in by_depth(told):
+            print(line)
+        if not args.json and (Path(args.path) / "config.yaml").is_file():
+            args.json = str(Path(args.path) / evaluation.NAME)
+    _write_json(args, told)
     return 0
 
 
@@ -91,43 +114,65 @@ def _write_json(args: argparse.Namespace, told: dict[str, Any]) -> None:
 
     if args.json:
         files.write_json(Path(args.json), told)
+        print(f"{args.json}: all numbers.")
 
 
 def table(found: Sequence[tuple[str, dict[str, Score]]]) -> Iterator[str]:
     """The results as a Markdown table; several datasets have a row together."""
     from megaponder.inference.heldout import together
 
-    rows = [["", "data", "loss", "perplexity", "bits/byte", "depth", "GFLOPs/token"]]
+    rows = [["", "data", "loss", "soft loss", "perplexity", "bits/byte", "depth", "GFLOPs/token"]]
     for label, scores in found:
         every = dict(scores)
         if len(scores) > 1:
             every["together"] = together(list(scores.values()))
         for name, score in every.items():
-            depth, bits = score.stats.get("mean_depth"), score.bits_per_byte
+            stats = score.stats
             rows.append([
-                label, name, f"{score.loss:.4f}", f"{score.perplexity:.4g}", "" if bits is None else f"{bits:.4f}",
-                "" if depth is None else f"{depth:.2f}", f"{score.flops / 1e9:.4g}",
+                label, name, f"{score.loss:.4f}", _number(stats.get("soft_loss")), f"{score.perplexity:.4g}",
+                _number(score.bits_per_byte), _number(stats.get("mean_depth"), 2), f"{score.flops / 1e9:.4g}",
             ])  # fmt: skip
+    yield from _aligned(rows, 2)
+
+
+def by_depth(told: Mapping[str, Any]) -> Iterator[str]:
+    """The part about depth as Markdown tables: the sweep, the passes, the policy."""
+    analysis = told["analysis"]
+    yield f"\nThe same weights at other depths, on {told['sample']['targets']:,} targets:\n"
+    rows = [["", "loss", "depth", "GFLOPs/token"]]
+    for p in told["sweep"]:
+        rows.append([p["variant"], _number(p["loss"]), _number(p["depth"], 2), f"{p['flops_per_token'] / 1e9:.4g}"])
+    yield from _aligned(rows, 1)
+    if len(analysis["losses"]) > 1:
+        yield "\nWhat one more pass brings (nats per token), and what choosing half of the tokens for it gains:\n"
+        rows = [["passes", "loss", "next pass", "rank correlation", "by score", "at random", "in hindsight"]]
+        decisions = {d["after"]: d for d in analysis["decisions"]}
+        for k, loss in enumerate(analysis["losses"], 1):
+            d = decisions.get(k, {})
+            half: Mapping[str, float] = next((g for g in d.get("gain", []) if g["share"] == 0.5), {})
+            gains = [_number(half.get(name)) for name in ("score", "random", "hindsight")]
+            correlation = _number(d.get("rank_correlation"), 3)
+            rows.append([str(k), _number(loss), _number(d.get("benefit")), correlation, *gains])
+        yield from _aligned(rows, 0)
+    for name in ("shuffled", "uniform"):
+        if found := analysis.get("policy", {}).get(name):
+            words = {"shuffled": "The same depths on other tokens", "uniform": "The mean depth for all tokens"}[name]
+            error = found["standard_error"]
+            spread = "" if error is None else f" ± {error:.4f}"
+            yield f"{words}: {found['loss']:.4f}, {found['minus_policy']:+.4f}{spread} against the model's own choice."
+
+
+def _number(value: float | None, digits: int = 4) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _aligned(rows: Sequence[Sequence[str]], words: int) -> Iterator[str]:
+    """A Markdown table without its empty columns; the first `words` columns are text."""
     kept = [i for i in range(len(rows[0])) if any(row[i] for row in rows[1:])]
     widths = [max(len(row[i]) for row in rows) for i in kept]
     for n, row in enumerate(rows):
-        cells = [row[i].ljust(w) if i < 2 else row[i].rjust(w) for i, w in zip(kept, widths, strict=True)]
+        cells = [row[i].ljust(w) if i < words else row[i].rjust(w) for i, w in zip(kept, widths, strict=True)]
         yield f"| {' | '.join(cells)} |"
         if n == 0:
-            marks = ("-" * (w + 1) + (":" if i > 1 else "-") for i, w in zip(kept, widths, strict=True))
+            marks = ("-" * (w + 1) + (":" if i >= words else "-") for i, w in zip(kept, widths, strict=True))
             yield f"|{'|'.join(marks)}|"
-
-
-def _told(source: str, cfg: RunConfig, found: Sequence[tuple[str, dict[str, Score]]]) -> dict[str, Any]:
-    """All numbers, for a file."""
-    from megaponder.inference.heldout import together
-
-    results: list[dict[str, Any]] = [
-        {
-            "variant": label,
-            "data": {name: score.values() for name, score in scores.items()},
-            "together": together(list(scores.values())).values(),
-        }
-        for label, scores in found
-    ]
-    return {"path": source, "method": cfg.ponder.method, "options": cfg.ponder.options, "results": results}

@@ -1,13 +1,17 @@
-"""The figures of a comparison: loss over data, over training and inference compute, and by depth."""
+"""The figures of a comparison: loss over data, training and inference compute; what passes bring, and who gets them."""
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from megaponder.compare import depth
+from megaponder.compare.depth import Number
 from megaponder.compare.results import Group, Result
+from megaponder.inference.sweep import AS_TRAINED, HALTING, OTHER_PASSES, RANDOM
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#4d4d4d", "#8a6d00")
 """Told apart also by those who see few colours (Okabe and Ito)."""
@@ -24,8 +28,17 @@ def draw(groups: Sequence[Group]) -> Any:
     from matplotlib.figure import Figure
 
     panels: list[Callable[[Any, Sequence[Group]], None]] = [_over_tokens, _over_training, _over_inference]
-    if any(len(g.first.by_depth) > 1 for g in groups):
+    if any(len(depth.losses(g)) > 1 or len(g.first.by_depth) > 1 for g in groups):
         panels.append(_by_depth)
+    if any(depth.benefits(g) for g in groups):
+        panels.append(_benefit)
+    if any(depth.choices(g) for g in groups):
+        panels.append(_choice)
+    if any(depth.better_than(g, "shuffled") for g in groups):
+        panels.append(_policy)
+    for by in ("text", "frequency"):
+        if any(depth.classes(g, by, "depth") for g in groups):
+            panels.append(partial(_classes, by=by))
     rows = (len(panels) + 1) // 2
     figure = Figure(figsize=(11, 4.1 * rows + 0.25 * ((len(groups) + 2) // 3)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -101,11 +114,15 @@ def _over_inference(axes: Any, groups: Sequence[Group]) -> None:
     swept = all(_as_trained(r) is not None for g in groups for r in g.results)
     for i, group in enumerate(groups):
         style = _style(i)
-        for halting in (False, True):
-            sweep = sorted((s.flops, s.loss) for s in group.first.sweep if s.halting in (halting, None))
-            if len(sweep) > 1:
-                style["linestyle"] = ":" if halting else "-"
-                axes.plot(*zip(*sweep, strict=True), markersize=3, linewidth=1.1, alpha=0.8, **style)
+        points = depth.sweeps(group)
+        for kind, line in ((OTHER_PASSES, "-"), (HALTING, ":")):
+            places = sorted((s.flops, s.loss) for s in points if s.kind in (kind, AS_TRAINED))
+            if len(places) > 1:
+                axes.plot(
+                    *zip(*places, strict=True), markersize=3, linewidth=1.1, alpha=0.8, **style | {"linestyle": line}
+                )
+        if chance := [(s.flops, s.loss) for s in points if s.kind == RANDOM]:
+            axes.scatter(*zip(*chance, strict=True), marker="x", s=16, linewidths=0.9, color=style["color"])
         found = [_as_trained(r) if swept else r.loss for r in group.results]
         losses = [loss for loss in found if loss is not None]
         mean = sum(losses) / len(losses)
@@ -114,15 +131,17 @@ def _over_inference(axes: Any, groups: Sequence[Group]) -> None:
             [group.mean("inference")], [mean], yerr=error, color=style["color"], marker=style["marker"], markersize=8,
             markeredgecolor="white", linestyle="none", capsize=3,
         )  # fmt: skip
-    axes.set(xlabel="FLOPs of a token in decoding", ylabel=LOSS, title="Equal inference compute")
-    if any(len(g.first.sweep) > 1 for g in groups):
-        told = "lines: other numbers of passes\ndotted: earlier halting"
+    best = depth.front([(s.flops, s.loss) for g in groups for s in depth.sweeps(g) if s.kind != RANDOM])
+    if len(best) > 1:
+        axes.step(*zip(*best, strict=True), where="post", color="#adb5bd", linewidth=4, alpha=0.5, zorder=0)
+        told = "lines: other numbers of passes\ndotted: other thresholds\ncrosses: at random\ngrey: best of all"
         axes.text(0.98, 0.97, told, transform=axes.transAxes, fontsize=8, ha="right", va="top", color="#495057")
+    axes.set(xlabel="FLOPs of a token in decoding", ylabel=LOSS, title="Equal inference compute")
     _logarithmic(axes)
 
 
 def _as_trained(result: Result) -> float | None:
-    return next((s.loss for s in result.sweep if s.halting is None), None)
+    return next((s.loss for s in result.sweep if s.kind == AS_TRAINED), None)
 
 
 def _logarithmic(axes: Any) -> None:
@@ -140,16 +159,96 @@ def _logarithmic(axes: Any) -> None:
 
 
 def _by_depth(axes: Any, groups: Sequence[Group]) -> None:
-    deepest = 1
+    deepest, measured = 1, any(len(depth.losses(g)) > 1 for g in groups)
     for i, group in enumerate(groups):
-        rows = group.first.by_depth
+        if measured:
+            rows = dict(enumerate(depth.losses(group), 1))
+        else:
+            rows = {k: Number(loss, loss, loss) for k, loss in group.first.by_depth.items()}
         if len(rows) > 1:
-            axes.plot(list(rows), list(rows.values()), markersize=5, linewidth=1.4, **_style(i))
+            _with_range(axes, rows, **_style(i))
             deepest = max(deepest, *rows)
     axes.set_xticks(range(1, deepest + 1))
     axes.set(
-        xlabel="pass that is read out; where tokens halt, their depth", ylabel=LOSS, title="Held-out loss by depth"
+        xlabel="passes after which all tokens stop"
+        if measured
+        else "pass that is read out; where tokens halt, their depth",
+        ylabel=LOSS,
+        title="Held-out loss by depth",
     )
+
+
+def _with_range(axes: Any, rows: Mapping[int, Number], **style: Any) -> None:
+    axes.plot(list(rows), [n.mean for n in rows.values()], markersize=5, linewidth=1.4, **style)
+    axes.fill_between(
+        list(rows), [n.low for n in rows.values()], [n.high for n in rows.values()], color=style["color"], alpha=0.18,
+        linewidth=0,
+    )  # fmt: skip
+
+
+def _benefit(axes: Any, groups: Sequence[Group]) -> None:
+    deepest = 1
+    for i, group in enumerate(groups):
+        rows = {k + 1: n for k, n in depth.benefits(group).items()}
+        if rows:
+            _with_range(axes, rows, **_style(i))
+            deepest = max(deepest, *rows)
+    axes.axhline(0, color="#868e96", linewidth=0.8)
+    axes.set_xticks(range(2, deepest + 1))
+    axes.set(xlabel="pass", ylabel="what it takes off the loss (nats per token)", title="Benefit of each pass")
+
+
+def _choice(axes: Any, groups: Sequence[Group]) -> None:
+    """Of what could be gained beyond chance by choosing half of the tokens, the share that the score gains."""
+    deepest = 2
+    for i, group in enumerate(groups):
+        rows = {}
+        for c in depth.choices(group):
+            room = c.hindsight.mean - c.random.mean
+            if room > 0:
+                rows[c.after + 1] = (c.score.mean - c.random.mean) / room
+        if rows:
+            axes.plot(list(rows), [100 * v for v in rows.values()], markersize=5, linewidth=1.4, **_style(i))
+            deepest = max(deepest, *rows)
+    axes.axhline(0, color="#868e96", linewidth=0.8)
+    axes.set_xticks(range(2, deepest + 1))
+    axes.set(
+        xlabel="pass for which half of the tokens are chosen", ylabel="% of the way from chance to hindsight",
+        title="Does the score know whom a pass helps?",
+    )  # fmt: skip
+
+
+def _policy(axes: Any, groups: Sequence[Group]) -> None:
+    names, place = [], 0
+    for i, group in enumerate(groups):
+        shuffled, uniform = (depth.better_than(group, other) for other in ("shuffled", "uniform"))
+        if shuffled is None or uniform is None:
+            continue
+        for offset, found, fill in ((-0.18, shuffled, 1.0), (0.18, uniform, 0.45)):
+            around = [[found.mean - found.low], [found.high - found.mean]]
+            axes.barh(place + offset, found.mean, 0.34, xerr=around, color=_style(i)["color"], alpha=fill, capsize=2)
+        names.append(group.label)
+        place += 1
+    axes.set_yticks(range(place), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.axvline(0, color="#868e96", linewidth=0.8)
+    axes.set(
+        xlabel="loss of chance less loss of the model's own choice (nats)",
+        title="Own choice against shuffled (full) and uniform depth (pale)",
+    )
+
+
+def _classes(axes: Any, groups: Sequence[Group], by: str) -> None:
+    known = [(i, depth.classes(g, by, "depth")) for i, g in enumerate(groups)]
+    known = [(i, rows) for i, rows in known if rows]
+    names = list(dict.fromkeys(name for _, rows in known for name in rows))
+    for i, rows in known:
+        style = _style(i) | {"linestyle": "none"}
+        axes.plot([rows[n].mean for n in names if n in rows], [k for k, n in enumerate(names) if n in rows], **style)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.invert_yaxis()
+    title = {"text": "Depth by kind of token", "frequency": "Depth of common and rare tokens"}[by]
+    axes.set(xlabel="mean passes", title=title)
 
 
 def encoded(figure: Any, kind: str) -> bytes:

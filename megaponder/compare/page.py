@@ -30,7 +30,7 @@ def write(
     contents = {
         "md": _markdown(title, groups, warnings, notes).encode(),
         "csv": table.comma_separated(groups).encode(),
-        "tex": table.latex(groups).encode(),
+        "tex": "\n".join(map(table.latex, table.tables(groups))).encode(),
         "png": figure.encoded(drawn, "png"),
         "svg": svg,
         "html": _page(title, groups, warnings, notes, svg.decode()).encode(),
@@ -45,16 +45,15 @@ def write(
 
 def _markdown(title: str, groups: Sequence[Group], warnings: Sequence[str], notes: Sequence[str]) -> str:
     said = "".join(f"- {sentence}\n" for sentence in warnings)
-    parts = [f"# {title}\n", table.markdown(groups), "![Loss over data and compute](compare.png)\n"]
+    first, *more = map(table.markdown, table.tables(groups))
+    parts = [f"# {title}\n", first, "![Loss over data and compute](compare.png)\n", *more]
     if said:
         parts.append(f"Besides the method, these settings differ:\n\n{said}")
     return "\n".join([*parts, *(f"{note}\n" for note in notes)])
 
 
 def _page(title: str, groups: Sequence[Group], warnings: Sequence[str], notes: Sequence[str], svg: str) -> str:
-    cells = [[escape(c) for c in row] for row in table.rows(groups)]
-    head = "".join(f"<th>{c}</th>" for c in cells[0])
-    body = "".join(f"<tr>{''.join(f'<td>{c}</td>' for c in row)}</tr>" for row in cells[1:])
+    first, *more = map(_table, table.tables(groups))
     said = "".join(f"<li>{escape(sentence)}</li>" for sentence in warnings)
     differ = f'<div class="warning">Besides the method, these settings differ:<ul>{said}</ul></div>' if said else ""
     told = "".join(f"<p>{escape(note)}</p>" for note in notes)
@@ -62,5 +61,13 @@ def _page(title: str, groups: Sequence[Group], warnings: Sequence[str], notes: S
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1>{differ}"
-        f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>{told}{drawing}</body></html>\n'
+        f"{first}{told}{drawing}{''.join(more)}</body></html>\n"
     )
+
+
+def _table(made: table.Table) -> str:
+    cells = [[escape(c) for c in row] for row in made.rows]
+    head = "".join(f"<th>{c}</th>" for c in cells[0])
+    body = "".join(f"<tr>{''.join(f'<td>{c}</td>' for c in row)}</tr>" for row in cells[1:])
+    title = f"<h2>{escape(made.title)}</h2>" if made.title else ""
+    return f'{title}<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'

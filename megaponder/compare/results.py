@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,14 @@ from megaponder.config.load import load_config
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError
+from megaponder.inference import evaluation
+from megaponder.inference.sweep import AS_TRAINED, HALTING, OTHER_PASSES, RANDOM
 from megaponder.monitor import jsonl
 from megaponder.plan.build import own_parameters
 from megaponder.plan.flops import inference_flops, mean_executed, mean_needed
 from megaponder.plan.parameters import model_parameters
 from megaponder.ponder.settings import method_of
 
-EVALUATION = "eval.json"
-"""In a run folder: what `megaponder eval RUN --json RUN/eval.json` has found."""
 X = ("tokens", "needed", "executed", "seconds")
 """What a loss can be drawn over."""
 
@@ -44,14 +44,11 @@ class Sweep:
     """The trained model with other thresholds or passes."""
 
     variant: str
+    kind: str
+    """`inference.sweep` has the kinds."""
     flops: float
     """Forward FLOPs of a token in decoding."""
     loss: float
-
-    @property
-    def halting(self) -> bool | None:
-        """Whether it halts at other thresholds, else it has other passes; None for the model as it was trained."""
-        return None if self.variant == "as trained" else "pass" not in self.variant
 
 
 @dataclass(frozen=True)
@@ -70,8 +67,12 @@ class Result:
     """Held-out loss of the tokens of each depth; where none halts, loss read out after each pass."""
     whole: float | None = None
     """Loss over more held-out text than the evaluations in training read, where it was measured."""
+    text: str = ""
+    """Which text that is, where runs may differ in it."""
     bits_per_byte: float | None = None
     sweep: tuple[Sweep, ...] = ()
+    analysis: Mapping[str, Any] | None = None
+    """What passes bring and who gets them (`inference.benefit`)."""
     config: RunConfig | None = None
     notes: tuple[str, ...] = ()
 
@@ -162,8 +163,11 @@ def read_run(run: Path) -> Result:
         parameters=model_parameters(cfg.model, own_parameters(method, cfg.model.num_layers or 0)).total,
         depth=last.get("ponder_valid_mean_depth"),
         by_depth=_numbered(last, "ponder_valid_loss_depth") or _by_pass(last),
-        bits_per_byte=told[0],
-        sweep=told[1],
+        whole=told.loss,
+        text=told.text,
+        bits_per_byte=told.bits_per_byte,
+        sweep=told.sweep,
+        analysis=told.analysis,
         config=cfg,
         notes=notes,
     )
@@ -181,20 +185,64 @@ def _by_pass(row: Mapping[str, Any]) -> dict[int, float]:
     return {**{k + 1: loss for k, loss in earlier.items()}, len(earlier) + 1: row["validation_loss"]}
 
 
-def _evaluation(run: Path) -> tuple[float | None, tuple[Sweep, ...]]:
-    """Bits per byte of the model as it is, and its variants."""
-    path = run / EVALUATION
+@dataclass(frozen=True)
+class Evaluated:
+    """What the file of `megaponder eval` tells."""
+
+    loss: float | None = None
+    """Of the model as it is, over held-out datasets."""
+    text: str = ""
+    """Names of the datasets and their numbers of targets."""
+    bits_per_byte: float | None = None
+    sweep: tuple[Sweep, ...] = ()
+    analysis: Mapping[str, Any] | None = None
+
+
+def _evaluation(run: Path) -> Evaluated:
+    path = run / evaluation.NAME
     if not path.is_file():
-        return None, ()
+        return Evaluated()
     try:
-        results = json.loads(path.read_text())["results"]
-        sweep = tuple(
-            Sweep(r["variant"] or "as trained", r["together"]["flops_per_token"], r["together"]["loss"])
-            for r in results
-        )
-        return results[0]["together"]["bits_per_byte"], sweep
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+        return evaluated(json.loads(path.read_text()))
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise UserError(f"{path} is not what `megaponder eval --json` writes ({error}).") from None
+
+
+def evaluated(told: Mapping[str, Any]) -> Evaluated:
+    """From the content of the file; KeyError, TypeError or IndexError for anything else."""
+    results, swept = told["results"], told.get("sweep", [])
+    whole = results[0]["together"]
+    if not swept and len(results) > 1:
+        swept = [{"variant": r["variant"], **r["together"]} for r in results]
+    points = tuple(Sweep(s["variant"], s.get("kind") or kind(s["variant"]), s["flops_per_token"], s["loss"])
+                   for s in swept)  # fmt: skip
+    if analysis := told.get("analysis"):
+        _ = analysis["losses"], analysis["decisions"], analysis["classes"]
+    text = ", ".join(f"{name} ({values['targets']:,} targets)" for name, values in results[0]["data"].items())
+    return Evaluated(whole["loss"], text, whole["bits_per_byte"], points, analysis)
+
+
+def kind(variant: str) -> str:
+    """Of a point of a sweep that does not tell it."""
+    first = variant.partition(",")[0]
+    if first in ("", AS_TRAINED):
+        return AS_TRAINED
+    return OTHER_PASSES if "pass" in first else RANDOM if first == RANDOM else HALTING
+
+
+def of_one_text(results: Sequence[Result]) -> tuple[list[Result], list[str]]:
+    """The results with losses of the same text, and what is to be said about that.
+
+    The losses of `megaponder eval` are used if every run has one and all are of the same datasets; else those of
+    training.
+    """
+    texts = {r.text if r.whole is not None else None for r in results}
+    if len(texts) == 1:
+        return list(results), [f"Losses in the tables are of {text}." for text in texts if text]
+    plain = [replace(r, whole=None, bits_per_byte=None) for r in results]
+    without = [r.name for r in results if r.whole is None]
+    why = f"{', '.join(without)} {'has' if len(without) == 1 else 'have'} none" if without else "their texts differ"
+    return plain, [f"What megaponder eval found of whole texts is not in the tables, since {why}."]
 
 
 def grouped(results: Sequence[Result], labels: Mapping[str, str]) -> list[Group]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import typing
 from typing import Any
 
 from megaponder.config import yaml_file
-from megaponder.config.fields import FREE, Field, accepts, all_fields, current_name, nearest, sections
+from megaponder.config.fields import FREE, Field, accepts, all_fields, current_name, item_type, nearest, sections
 from megaponder.errors import ConfigError
 
 
@@ -50,15 +49,16 @@ def _value(name: str, values: list[str]) -> Any:
             return None
         mixed = accepts(field.type, float) or accepts(field.type, bool)
         return yaml_file.parse(text, option) if mixed else text
-    plain = is_list and text not in ("null", "~") and not text.lstrip().startswith("[")
+    in_yaml = ("[", "{") if field is not None and accepts(field.type, dict) else ("[",)
+    plain = is_list and text not in ("null", "~") and not text.lstrip().startswith(in_yaml)
     value = _item(field, text, option) if plain else yaml_file.parse(text, option)
-    return [value] if is_list and value is not None and not isinstance(value, list) else value
+    return [value] if is_list and value is not None and not isinstance(value, list | dict) else value
 
 
 def _item(field: Field | None, text: str, option: str) -> Any:
     """One word of a list: YAML, except that a path is taken literally, whatever `#`, `: ` or `- ` would mean in
     YAML."""
-    may_be_path = field is not None and any(accepts(t, str) for t in typing.get_args(field.type))
+    may_be_path = field is not None and accepts(field.type, list) and accepts(item_type(field.type), str)
     if not may_be_path or text.lstrip().startswith(("'", '"')):
         return yaml_file.parse(text, option)
     try:

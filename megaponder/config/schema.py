@@ -36,8 +36,9 @@ class DataConfig:
 
     train: list[str | float] = declare([], resume="warned")
     """Blend for training: `path` or `weight path ...` (without .bin/.idx).  Weights count sequences; 0: not read."""
-    valid: list[str | float] = declare([], resume="warned")
-    """Blend for validation; empty: the held-out part of `train` given by `split`."""
+    valid: list[str | float] | dict[str, list[str | float]] = declare([], resume="warned")
+    """Blend for validation, or several by name, {wiki: [data/wiki], code: [data/code]}, each with a loss of its own;
+    empty: the held-out part of `train` given by `split`."""
     split: str = declare("969,30,1", resume="warned")
     """Parts of each dataset's documents for training, validation and test; used when `valid` is empty."""
     sequence_length: int = declare(2048, ge=1, unit="tokens", resume="warned", aliases=("seq_length", "seq_len"))
@@ -57,6 +58,17 @@ class DataConfig:
     """Datasets of the blends that may differ from those of the same name that the checkpoint was trained on."""
     accept_zeros: list[str] = declare([])
     """Datasets of the blends in which long runs of token id 0 are intended, not regions that were never written."""
+
+    def valid_blends(self) -> dict[str, list[str | float]]:
+        """The blends for validation by name; one without names has the name ""; none where `valid` is empty."""
+        if isinstance(self.valid, dict):
+            return self.valid
+        return {"": self.valid} if self.valid else {}
+
+    @staticmethod
+    def valid_field(name: str) -> str:
+        """The field of one of `valid_blends`."""
+        return f"data.valid.{name}" if name else "data.valid"
 
 
 @dataclass
@@ -161,6 +173,16 @@ class TrainConfig:
     """Steps between evaluations; 0: only at the end."""
     eval_batches: int = declare(10, ge=0, unit="batches")
     """Global batches in an evaluation; 0 disables evaluation."""
+    eval_depths_every: int = declare(0, ge=0, unit="steps", compared=False)
+    """Steps between evaluations that also measure the loss with all tokens stopping after each pass; 0: never."""
+    tasks: list[str] = declare([], compared=False)
+    """Tasks of lm-eval (extra megaponder[eval]) to run on the model while it trains; empty: none."""
+    tasks_every: int = declare(0, ge=0, unit="steps", compared=False)
+    """Steps between runs of the tasks, each after a checkpoint; 0: only at the end."""
+    tasks_folder: str | None = declare(None, compared=False)
+    """Folder with task definitions of your own (YAML files of lm-eval)."""
+    tasks_limit: int = declare(0, ge=0, unit="examples", compared=False)
+    """Examples of each task that are used; 0: all."""
     method_only_steps: int = declare(0, ge=0, unit="steps")
     """Number of first steps in which only the method's own parameters (gates, routers) are trained."""
     seed: int = declare(1234, ge=0, resume="warned")

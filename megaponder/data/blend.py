@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megaponder.config.schema import DataConfig
 from megaponder.errors import ConfigError
 
 LEAST_SHARE = 1e-9
@@ -75,6 +76,11 @@ def parse_blend(items: Sequence[str | float], field: str) -> list[Source]:
     if len(sources) > MAX_SOURCES:
         raise ConfigError(field, len(sources), f"a blend has at most {MAX_SOURCES} sources", "merge some of them")
     return sources
+
+
+def valid_sources(data: DataConfig) -> dict[str, list[Source]]:
+    """`parse_blend` of each of the blends for validation, by name."""
+    return {name: parse_blend(items, data.valid_field(name)) for name, items in data.valid_blends().items()}
 
 
 def unread(items: Sequence[str | float]) -> list[str]:

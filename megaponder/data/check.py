@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass, replace
 
 from megaponder.config.schema import DataConfig, RunConfig
-from megaponder.data.blend import Source, parse_blend, split_ranges
+from megaponder.data.blend import Source, parse_blend, split_ranges, valid_sources
 from megaponder.data.identity import Identity, identify_all, refuse_unwritten
 from megaponder.data.indexed import Index, read_index
 from megaponder.data.info import DatasetMeta, read_meta
@@ -36,8 +36,8 @@ class DataFacts:
     """What the datasets determine for a run."""
 
     train: list[SourceFacts]
-    valid: list[SourceFacts]
-    """Empty when there is no evaluation."""
+    valid: dict[str, list[SourceFacts]]
+    """By the names of `data.valid`, "" where it has none; empty when there is no evaluation."""
     vocab_size: int
     """model.vocab_size, or the datasets' if that is not set."""
     eod_id: int | None
@@ -59,6 +59,12 @@ class Opened:
     meta: DatasetMeta | None
 
 
+def all_sources(data: DataConfig) -> list[Source]:
+    """Of the blends for training and validation."""
+    valid = [source for sources in valid_sources(data).values() for source in sources]
+    return parse_blend(data.train, "data.train") + valid
+
+
 def open_data(data: DataConfig) -> dict[str, Opened]:
     """Every dataset that the blends read, by path.
 
@@ -66,7 +72,7 @@ def open_data(data: DataConfig) -> dict[str, Opened]:
     """
     opened: dict[str, Opened] = {}
     accepted = {os.path.normpath(path) for path in data.accept_zeros}
-    for source in parse_blend(data.train, "data.train") + parse_blend(data.valid, "data.valid"):
+    for source in all_sources(data):
         if source.path not in opened:
             index = read_index(source.path)
             opened[source.path] = Opened(index, read_meta(index))
@@ -187,7 +193,7 @@ def check_data(cfg: RunConfig, opened: dict[str, Opened] | None = None) -> DataF
     train = parse_blend(cfg.data.train, "data.train")
     if not train:
         raise ConfigError("data.train", [], "there is nothing to train on", "set it to the path of a prepared dataset")
-    valid = parse_blend(cfg.data.valid, "data.valid")
+    valid = valid_sources(cfg.data)
     opened = open_data(cfg.data) if opened is None else opened
     meta = _same_tokenizer(opened)
     vocab_size = _vocab_size(cfg.model.vocab_size, meta, opened)
@@ -195,9 +201,11 @@ def check_data(cfg: RunConfig, opened: dict[str, Opened] | None = None) -> DataF
     _check_tokenizer(cfg.data.tokenizer, meta)
     evaluates = cfg.train.eval_batches > 0
     split = None if valid else cfg.data.split
-    valid_facts = _facts(valid or train, opened, split, 1) if evaluates else []
+    sets = {name: _facts(sources, opened, split, 1) for name, sources in (valid or {"": train}).items()}
     train_facts = _facts(train, opened, split, 0)
-    return DataFacts(train_facts, valid_facts, vocab_size, eod_id, meta.tokenizer_fingerprint if meta else None)
+    return DataFacts(
+        train_facts, sets if evaluates else {}, vocab_size, eod_id, meta.tokenizer_fingerprint if meta else None
+    )
 
 
 def fill_from_data(cfg: RunConfig, facts: DataFacts) -> RunConfig:

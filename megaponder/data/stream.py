@@ -128,8 +128,8 @@ class Streams:
     """The data of a run."""
 
     train: SampleStream
-    valid: SampleStream | None
-    """None if no validation sequences were requested."""
+    valid: dict[str, SampleStream]
+    """By the names of `data.valid`, "" where it has none; empty if no validation sequences were requested."""
 
 
 def _blend(sources: list[SourceFacts]) -> tuple[list[str], list[float] | None]:
@@ -139,7 +139,7 @@ def _blend(sources: list[SourceFacts]) -> tuple[list[str], list[float] | None]:
 
 def _datasets(
     cfg: RunConfig, facts: DataFacts, opened: dict[str, Opened], train: int, valid: int
-) -> tuple[TextDataset, TextDataset | None]:
+) -> tuple[TextDataset, dict[str, TextDataset]]:
     from megaponder.data import (
         sample_order,
     )  # imported here, since megatron-core must be imported after engine.cuda_on_cpu.install()
@@ -157,20 +157,32 @@ def _datasets(
         "wait_seconds": 60.0 * cfg.parallel.timeout_minutes,
         "indexes": {path: one.index for path, one in opened.items()},
     }
-    if cfg.data.valid:
-        blends = [_blend(facts.train), _blend(facts.valid) if valid else None, None]
-        config = sample_order.OrderConfig(blend_per_split=blends, **shared)
-    else:
+
+    def built(config: Any, train: int, valid: int) -> list[Any]:
+        sizes = [train, valid, 0]
+        made: list[Any] = sample_order.LocalBuilder(sample_order.EpochGPTDataset, sizes, lambda: True, config).build()
+        return made
+
+    if not cfg.data.valid:
         config = sample_order.OrderConfig(blend=_blend(facts.train), split=cfg.data.split, **shared)
         config.split_matrix = [config.split_matrix[0], config.split_matrix[1] if valid else None, None]
-    built = sample_order.LocalBuilder(sample_order.EpochGPTDataset, [train, valid, 0], lambda: True, config).build()
-    return built[0], built[1]
+        both = built(config, train, valid)
+        return both[0], {"": both[1]} if valid else {}
+    blends = [_blend(facts.train), None, None]
+    training = built(sample_order.OrderConfig(blend_per_split=blends, **shared), train, 0)[0]
+    sets = {}
+    for name, sources in facts.valid.items() if valid else ():
+        blends = [None, _blend(sources), None]
+        sets[name] = built(sample_order.OrderConfig(blend_per_split=blends, **shared), 0, valid)[1]
+    return training, sets
 
 
 def build_streams(
     cfg: RunConfig, train_sequences: int, valid_sequences: int, opened: dict[str, Opened] | None = None
 ) -> Streams:
-    """Streams of `train_sequences` and `valid_sequences` sequences; datasets are repeated in full epochs as needed.
+    """Streams of `train_sequences` and, for each validation blend, `valid_sequences` sequences.
+
+    Datasets are repeated in full epochs as needed.
 
     `opened`: the result of `open_data`, if the datasets were opened before.
     Every rank calls this; no rank waits for another except through the index cache's file lock.
@@ -182,5 +194,5 @@ def build_streams(
     rest = (cfg.data.loss_mask, facts.eod_id, facts.vocab_size)
     return Streams(
         SampleStream(train, train_sequences, *rest, "data.train"),
-        SampleStream(valid, valid_sequences, *rest, "data.valid") if valid is not None else None,
+        {name: SampleStream(one, valid_sequences, *rest, cfg.data.valid_field(name)) for name, one in valid.items()},
     )

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from megaponder.decoding.window import Window
+
 BINS = 10
 """Bins of the gates' histograms, between 0 and 1."""
 COLLAPSED = 0.98
@@ -106,6 +108,12 @@ def active_shares(metrics: Mapping[str, float]) -> list[float]:
     while (name := f"active_pass{len(shares)}") in metrics:
         shares.append(metrics[name])
     return shares
+
+
+def shares_that_go_on(metrics: Mapping[str, float], window: Window) -> list[float]:
+    """Of the tokens that are asked at each open decision, the share that went on, from `metrics`."""
+    active = active_shares(metrics)
+    return [active[k] / max(active[k - 1], 1e-9) for k in range(window.least, window.most)]
 
 
 def collapse_warning(metrics: Mapping[str, float]) -> str | None:

@@ -261,10 +261,23 @@ class Engine:
     @torch.no_grad()
     def readout(self, batch: MicroBatch) -> Readout:
         """What the last pass of a one-process model passes to the head, in evaluation."""
+        return self._readout(batch)[0]
+
+    @torch.no_grad()
+    def token_losses(self, batch: MicroBatch) -> tuple[Readout, list[Tensor]]:
+        """The readout of a one-process model, and the cross entropy of each token [n, b] if it were read out after
+        each pass for which this has a meaning (`is_watched`); the last one is the model's own."""
+        batch = _on_device(batch, self.groups.device)
+        out, state = self._readout(batch, watched=True)
+        found = [state.exit[name] for p in self.passes(None) if (name := loss_of_pass(p)) in state.exit]
+        return out, [*found, self.stage.token_losses(out.hidden, batch)]
+
+    def _readout(self, batch: MicroBatch, watched: bool = False) -> tuple[Readout, PassState]:
         assert self.groups.world_size == 1, "a complete readout exists only in a one-process model"
         batch = _on_device(batch, self.groups.device)
         state, out = PassState(), None
         for p in self.passes(None):
-            out = self.stage.run_pass(p, batch, out, state, None)  # type: ignore[arg-type]
+            look = watched and is_watched(p, self.stage.method)
+            out = self.stage.run_pass(p, batch, out, state, None, look)  # type: ignore[arg-type]
         assert isinstance(out, Readout)
-        return out
+        return out, state

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from megaponder.ponder.settings import method_of, table_rows
 
 if TYPE_CHECKING:
     from megaponder.engine.step import Engine
+    from megaponder.ponder.base import Method
 
 
 @dataclass(frozen=True)
@@ -110,10 +112,14 @@ def datasets(cfg: RunConfig, named: Sequence[str]) -> dict[str, str]:
 
     Raises UserError where there is none, or for one that the model has no embeddings for.
     """
-    from megaponder.data.blend import parse_blend, prefix_of
+    from megaponder.data.blend import prefix_of, valid_sources
 
     if not named:
-        found = {Path(s.path).name: s.path for s in parse_blend(cfg.data.valid, "data.valid")}
+        found = {
+            name if name and len(sources) == 1 else Path(source.path).name: source.path
+            for name, sources in valid_sources(cfg.data).items()
+            for source in sources
+        }
         if not found:
             raise UserError("--data is missing: name held-out datasets, as --data NAME=PREFIX, for the run has none.")
     else:
@@ -173,6 +179,16 @@ def batches(
         yield made()
 
 
+@contextmanager
+def deciding(method: Method) -> Iterator[None]:
+    """The method as decoding runs it: what decoding leaves out is left out."""
+    method.hard = True
+    try:
+        yield
+    finally:
+        method.hard = False
+
+
 def score(
     engine: Engine,
     cfg: RunConfig,
@@ -184,8 +200,21 @@ def score(
 ) -> Score:
     """The score of a dataset under a one-process engine, or under one of any layout whose data-parallel size is 1.
 
-    `limit`: only so many targets, after `skip` others.
+    `limit`: only so many targets, after `skip` others.  What decoding leaves out is left out; of a method that weighs
+    it in training instead, that loss stands beside it as `soft_loss`.
     """
+    method = engine.stage.method
+    with deciding(method):
+        found = _score(engine, cfg, prefix, batch, length, limit, skip)
+    if not method.weighs or method.window is not None:
+        return found
+    soft = _score(engine, cfg, prefix, batch, length, limit, skip)
+    return replace(found, means={**found.means, "soft_loss": soft.loss})
+
+
+def _score(
+    engine: Engine, cfg: RunConfig, prefix: str, batch: int, length: int | None, limit: int | None, skip: int
+) -> Score:
     index = read_index(prefix)
     meta = read_meta(index) if not skip and (limit is None or limit >= index.tokens) else None
     length = length or cfg.data.sequence_length

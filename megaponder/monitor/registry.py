@@ -128,6 +128,10 @@ METRICS: tuple[Metric, ...] = (
     # held-out data
     Metric("validation_loss", "valid/loss", "validation_loss", "gauge", "nats", "Mean cross entropy of held-out data.",
            console=lambda v: f"validation loss {v:.4f}"),
+    Metric("validation_loss_{set}", "valid/loss_{set}", "validation_set_loss", "gauge", "nats",
+           "Mean cross entropy of a named set of held-out data.", ("set",)),
+    Metric("task_{task}", "tasks/{task}", "task_score", "gauge", "score",
+           "A metric of an lm-eval task, on the model as it is.", ("task",)),
     # pondering
     Metric("passes", "ponder/passes", "ponder_passes", "gauge", "passes", "Passes that the step ran."),
     _ponder("expected_depth", "ponder_expected_passes", "passes", "Mean passes per token expected by the router."),

@@ -177,6 +177,9 @@ class Readout:
     gates: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Per gated pass (gate values in [0, 1], mask of tokens for which the gate was evaluated), [tokens of this rank,
     b]."""
+    scores: dict[int, Tensor] = field(default_factory=dict)
+    """With `Method.forced`: by number of passes, what decides whether a token runs one more; more passes for higher
+    values [tokens, b]."""
 
 
 @dataclass(frozen=True)
@@ -219,8 +222,8 @@ class Method:
     `_rmse`, the root of the mean is reported."""
 
     forced: Tensor | None = None
-    """Evaluation of one micro-batch in one process: passes (or rows) of each token [n, b] that replace its decisions.
-    For methods with `halts`; a token never runs more than `max_depth`."""
+    """Evaluation: passes (or rows) that replace the decisions; a scalar for all tokens, in any layout, or [n, b] for
+    one micro-batch in one process.  For methods with `halts`; a token never runs more than `max_depth`."""
     at_random: Sequence[float] | None = None
     """Evaluation of a method with a window: the share of tokens that goes on at each open decision, at random."""
     weighs: bool = False

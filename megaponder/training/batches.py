@@ -10,13 +10,16 @@ from megaponder.config.budget import batch_at, sequences_after
 from megaponder.config.schema import RunConfig
 from megaponder.data.batch import MicroBatch
 from megaponder.data.check import Opened
-from megaponder.data.stream import SampleStream, build_streams
+from megaponder.data.stream import build_streams
 from megaponder.engine.groups import Groups
 from megaponder.training.fault_record import FaultRecord, past
 
 
 class Batches:
-    """Training batches by position, and the held-out stream.  Equal on all ranks except for the rank's own share."""
+    """Training batches by position, and the held-out streams by name.
+
+    Equal on all ranks except for the rank's own share.
+    """
 
     def __init__(
         self,
@@ -41,7 +44,7 @@ class Batches:
         )
         streams = build_streams(cfg, needed, cfg.train.eval_batches * cfg.train.global_batch, self._opened)
         self._train = streams.train
-        self.valid: SampleStream | None = streams.valid
+        self.valid = streams.valid
 
     def size(self, state: TrainState) -> int:
         """Sequences in the global batch of the next step."""

@@ -123,7 +123,7 @@ def build(cfg: RunConfig, groups: Groups, stack: ExitStack) -> Run:
         monitor.say(
             "By the plan, captured passes would not fit in this GPU's memory; cuda_graphs: true captures them anyway."
         )
-    for path in (*unread(cfg.data.train), *unread(cfg.data.valid)):
+    for path in (p for blend in (cfg.data.train, *cfg.data.valid_blends().values()) for p in unread(blend)):
         monitor.say(f"The dataset {path} has weight 0 and is not read.")
     if method_only(cfg.train, state.step + 1):
         last, name = cfg.train.method_only_steps, cfg.ponder.method

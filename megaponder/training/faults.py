@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import IntEnum
 from pathlib import Path
@@ -150,14 +150,14 @@ class Faults:
         kept = f"; training up to step {saved_step} is saved" if saved_step else ""
         return UserError(f"{self.starved}{kept}.")
 
-    def evaluated(self, step: int, loss: float | None, valid: SampleStream) -> int:
+    def evaluated(self, step: int, loss: float | None, valid: Mapping[str, SampleStream]) -> int:
         """Counts and reports consecutive evaluations of `valid` without a target; returns how many there are up to
         now."""
         if loss is not None:
             self._empty_evaluations = 0
             return 0
         self._empty_evaluations += 1
-        source = valid.source(0, len(valid))
+        source = ", ".join(stream.source(0, len(stream)) for stream in valid.values())
         self.say(f"The evaluation after step {step} has no loss: no target in {source} counts.")
         if self._empty_evaluations > self.options.max_without_targets:
             self.starved = (

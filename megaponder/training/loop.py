@@ -8,6 +8,7 @@ from megaponder.config.schema import RunConfig
 from megaponder.engine.groups import Groups
 from megaponder.ranks import on_first_rank
 from megaponder.training import stop as stopping
+from megaponder.training import tasks
 from megaponder.training.build import Run, build
 from megaponder.training.evaluate import evaluate
 from megaponder.training.faults import NotFinite
@@ -73,15 +74,22 @@ def loop(run: Run) -> int:
             continue
 
         row = run.report.row(step, state.sequences, state.tokens, batch, out, norm)
-        if run.batches.valid is not None and _every(cfg.train.eval_every, step, run.total):
+        by_depth = cfg.train.eval_depths_every > 0 and _every(cfg.train.eval_depths_every, step, run.total)
+        if run.batches.valid and (by_depth or _every(cfg.train.eval_every, step, run.total)):
             with whole_parameters(engine), clock.phase("evaluation"):
-                valid = evaluate(cfg, engine, run.batches.valid, run.stop, lambda: clock.enter("evaluation"))
+                valid = evaluate(cfg, engine, run.batches.valid, run.stop, lambda: clock.enter("evaluation"), by_depth)
             if valid is not None:
                 run.report.add(row, valid, faults.evaluated(step, valid.loss, run.batches.valid))
+        saves = not faults.skips  # a rollback must find good weights
+        if cfg.train.tasks and saves and _every(cfg.train.tasks_every, step, run.total):
+            save(run)
+            saves = False
+            with clock.phase("evaluation"):
+                row.values |= tasks.evaluate(run)
         if row.values:
             row.values |= run.spent.told(state)
             run.monitor.write(row)
-        if _every(cfg.checkpoint.every, step, run.total) and not faults.skips:  # a rollback must find good weights
+        if saves and _every(cfg.checkpoint.every, step, run.total):
             save(run)
     return 0
 

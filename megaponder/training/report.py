@@ -67,6 +67,7 @@ class Report:
     def add(self, row: Row, valid: Evaluation, empty: int) -> None:
         """Add an evaluation to the row of its step; `empty`: consecutive evaluations without a loss, up to this one."""
         row.values |= {"empty_evaluations": empty} if valid.loss is None else {"validation_loss": valid.loss}
+        row.values |= {f"validation_loss_{name}": loss for name, loss in valid.sets.items()}
         row.stats |= {f"valid_{name}": value for name, value in valid.stats.items()}
         self._monitor.warn("policy", random_is_as_good(valid))
         if valid.by_token is not None and (sentence := self._pondered.write(row.step, valid.by_token)):

@@ -37,7 +37,20 @@ def complete(cfg: RunConfig) -> RunConfig:
     method = method_of(cfg)
     check(cfg, facts_of(method, cfg.train.seed), world, machine, needs_data=True)
     _refuse_what_cannot_fit(cfg, method, world, machine)
+    refuse_unknown_tasks(cfg)
     return cfg
+
+
+def refuse_unknown_tasks(cfg: RunConfig) -> None:
+    """UserError for tasks that could not be run after the first steps."""
+    if not cfg.train.tasks:
+        return
+    from megaponder.inference import tasks
+
+    tasks.require(cfg.train.tasks, cfg.train.tasks_folder, "train.tasks")
+    if cfg.data.tokenizer is None:
+        rule = "train.tasks are text, and the model's tokenizer is not known"
+        raise ConfigError("data.tokenizer", None, rule, "set it to the tokenizer of the datasets")
 
 
 def _refuse_what_cannot_fit(cfg: RunConfig, method: Method, world_size: int, machine: Machine) -> None:

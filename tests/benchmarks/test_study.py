@@ -80,6 +80,10 @@ def test_a_row_trains_and_is_evaluated_once(tmp_path: Path, capsys: pytest.Captu
     variants = {s["variant"].partition(",")[0]: s for s in result["sweep"]}
     assert variants["passes 4"]["loss"] == pytest.approx(variants["as trained"]["loss"], rel=1e-6)
     assert variants["share 0.6"]["depth"] < variants["share 0.9"]["depth"] < 4
+    analysis = result["evaluation"]["analysis"]
+    assert len(analysis["losses"]) == 4 and {c["by"] for c in analysis["classes"]} == {"text", "frequency"}
+    run = tmp_path / "work" / result["name"]
+    assert json.loads((run / "eval.json").read_text()) == result["evaluation"]
     assert main([*words, "--rows", "ponderlm"]) == 0
     told = capsys.readouterr().out
     assert "done before" in told and "started" not in told

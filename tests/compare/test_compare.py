@@ -53,15 +53,22 @@ def make(run: Path, method: str, seed: int = 1, shift: float = 0.0, flops: bool 
     return run
 
 
+def evaluated(loss: float, *others: tuple[str, float, float], analysis: Any = None) -> dict[str, Any]:
+    """What `megaponder eval` writes of a model and its variants (name, loss, FLOPs)."""
+    results = []
+    for name, value, flops in (("as trained", loss, 2e5), *others):
+        values = {"loss": value, "flops_per_token": flops, "bits_per_byte": value / 2.4, "targets": 500}
+        results.append({"variant": name, "data": {"text": values}, "together": values})
+    return {"results": results} | ({} if analysis is None else {"analysis": analysis})
+
+
 def test_two_runs_become_files_in_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [make(tmp_path / m, m) for m in LOSSES]
-    evaluation = {"loss": 3.0, "flops_per_token": 2e5, "bits_per_byte": 1.25}
-    fewer = {"variant": "1 pass", "together": {**evaluation, "loss": 3.3, "flops_per_token": 1e5}}
-    told = {"results": [{"variant": "as trained", "together": evaluation}, fewer]}
-    (runs[1] / "eval.json").write_text(json.dumps(told))
+    (runs[1] / "eval.json").write_text(json.dumps(evaluated(3.0, ("1 pass", 3.3, 1e5))))
     assert main(["compare", *map(str, runs), "--out", str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out
-    assert "| vanilla " in out and "3.2000" in out and "1.2500" in out
+    assert "| vanilla " in out and "3.2000" in out and "1.2500" not in out  # bits per byte of one run alone
+    assert f"{runs[0]}, {runs[2]} have none" in out
     assert "warning: besides the method, embedding scale differs: 1 (vanilla); 5.657 (ponderlm, adaponderlm)." in out
     assert "initialisation differs" in out and "data.train" not in out and "train.seed" not in out
     folder = tmp_path / "out"

@@ -25,7 +25,7 @@ def b(tmp_path: Path) -> str:
 def test_facts(tmp_path: Path, a: str, b: str) -> None:
     facts = check_data(config(tmp_path, [a, b]))
     assert [(s.documents, s.tokens) for s in facts.train] == [(40, 800), (40, 400)]
-    assert [(s.documents, s.tokens) for s in facts.valid] == [(10, 200), (10, 100)]
+    assert [(s.documents, s.tokens) for s in facts.valid[""]] == [(10, 200), (10, 100)]
     assert [round(s.weight, 6) for s in facts.train] == [0.666667, 0.333333]
     assert [s.weight for s in check_data(config(tmp_path, [1, a, 3, b])).train] == [0.25, 0.75]
     assert facts.train_tokens == 1200 and facts.eod_id == 0 and facts.vocab_size == 100
@@ -33,7 +33,7 @@ def test_facts(tmp_path: Path, a: str, b: str) -> None:
 
 def test_separate_validation_uses_all_documents(tmp_path: Path, a: str, b: str) -> None:
     facts = check_data(config(tmp_path, [a], valid=[b]))
-    assert facts.train[0].documents == 50 and facts.valid[0].tokens == 500
+    assert facts.train[0].documents == 50 and facts.valid[""][0].tokens == 500
 
 
 def test_description_fills_the_config(tmp_path: Path, a: str) -> None:
@@ -85,7 +85,7 @@ def test_splits_without_documents(tmp_path: Path, a: str) -> None:
         check_data(config(tmp_path, [a], split="1"))
     cfg = config(tmp_path, [small], split="1")
     cfg.train.eval_batches = 0
-    assert check_data(cfg).valid == []
+    assert check_data(cfg).valid == {}
     empty = write_documents(tmp_path / "empty", [[], [], [1]])
     with pytest.raises(UserError, match="empty has 3 documents"):
         check_data(config(tmp_path, [empty], split="2,1"))

@@ -78,7 +78,7 @@ def test_a_longer_budget_changes_nothing_before(blend: RunConfig) -> None:
     long = build_streams(blend, 900, 8)
     for asked in (1, 37, 300, 899):  # the sources have some 20 and 20 samples an epoch: many epoch edges
         assert rows(build_streams(blend, asked, 8).train, 0, asked) == rows(long.train, 0, asked)
-    assert rows(build_streams(blend, 10, 60).valid, 0, 8) == rows(long.valid, 0, 8)  # type: ignore[arg-type]
+    assert rows(build_streams(blend, 10, 60).valid[""], 0, 8) == rows(long.valid[""], 0, 8)
 
 
 def test_reading_on_after_a_restart(blend: RunConfig) -> None:
@@ -139,9 +139,8 @@ def test_split_parts_share_no_document(tmp_path: Path) -> None:
     documents = [[i] * 30 for i in range(1, 51)]
     cfg = config(tmp_path, [write_documents(tmp_path / "a", documents)], split="8,2", loss_mask="plain")
     streams = build_streams(cfg, 200, 40)
-    assert streams.valid is not None
     train = {t for r in rows(streams.train, 0, 200) for t in r}
-    valid = {t for r in rows(streams.valid, 0, 40) for t in r}
+    valid = {t for r in rows(streams.valid[""], 0, 40) for t in r}
     assert train == set(range(1, 41)) and valid == set(range(41, 51))
 
 
@@ -150,9 +149,9 @@ def test_separate_validation(tmp_path: Path) -> None:
     one, two = (write_documents(tmp_path / f"v{i}", [[i] * 40] * 3) for i in (2, 3))
     cfg = config(tmp_path, [train], valid=[1, one, 3, two], loss_mask="plain")
     streams = build_streams(cfg, 30, 40)
-    assert streams.valid is not None and {r[0] for r in rows(streams.train, 0, 30)} == {1}
-    assert Counter(r[0] for r in rows(streams.valid, 0, 40)) == {2: 10, 3: 30}
-    assert build_streams(cfg, 30, 0).valid is None
+    assert {r[0] for r in rows(streams.train, 0, 30)} == {1}
+    assert Counter(r[0] for r in rows(streams.valid[""], 0, 40)) == {2: 10, 3: 30}
+    assert build_streams(cfg, 30, 0).valid == {}
 
 
 def test_three_hundred_sources(tmp_path: Path) -> None:
@@ -213,8 +212,7 @@ def worker(cfg: RunConfig, private: str | None = None) -> list[list[int]]:
         cfg.data.cache = os.path.join(private, os.environ["RANK"])
     streams = build_streams(cfg, 300, 8)
     dist.destroy_process_group()
-    assert streams.valid is not None
-    return rows(streams.train, 0, 300) + rows(streams.valid, 0, 8)
+    return rows(streams.train, 0, 300) + rows(streams.valid[""], 0, 8)
 
 
 def test_ranks_and_jobs_share_a_cache_or_have_their_own(blend: RunConfig, tmp_path: Path) -> None:
@@ -228,8 +226,7 @@ def test_ranks_and_jobs_share_a_cache_or_have_their_own(blend: RunConfig, tmp_pa
         "tests.data_pipeline.test_stream:worker", 2, args={"cfg": blend, "private": str(tmp_path / "disks")}
     )
     streams = build_streams(blend, 300, 8)
-    assert streams.valid is not None
-    expected = rows(streams.train, 0, 300) + rows(streams.valid, 0, 8)
+    expected = rows(streams.train, 0, 300) + rows(streams.valid[""], 0, 8)
     assert all(r == expected for r in results + private)
     left = [p.name for p in (tmp_path / "run" / "cache").iterdir() if ".tmp-" in p.name or ".damaged" in p.name]
     assert not left

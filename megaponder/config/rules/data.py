@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from megaponder.config.fields import nearest
@@ -58,10 +60,21 @@ def split_is_three_parts(c: Case) -> None:
     require(parts[1] > 0 or not needs_valid, "data.split", text, rule, f"{fix}, or train.eval_batches: 0")
 
 
+def _blends(c: Case) -> list[tuple[str, Sequence[str | float]]]:
+    """(field, blend) of all blends."""
+    data = c.cfg.data
+    return [("data.train", data.train), *((data.valid_field(n), b) for n, b in data.valid_blends().items())]
+
+
 def blends_are_well_formed(c: Case) -> None:
     """`path` or `weight path weight path ...`."""
-    for name in ("train", "valid"):
-        blend, field = getattr(c.cfg.data, name), f"data.{name}"
+    valid = c.cfg.data.valid
+    for name, named in valid.items() if isinstance(valid, dict) else ():
+        rule = "its name becomes part of a metric's, so it must be letters, digits and underscores"
+        fix = f"use {re.sub(r'[^A-Za-z0-9_]+', '_', name) or 'heldout'}"
+        require(re.fullmatch(r"[A-Za-z0-9_]+", name) is not None, "data.valid", name, rule, fix)
+        require(bool(named), f"data.valid.{name}", named, "it names no dataset", "remove it, or name a dataset")
+    for field, blend in _blends(c):
         weights = [x for x in blend if not isinstance(x, str)]
         if not weights:
             ok = len(blend) <= 1
@@ -85,8 +98,9 @@ def blends_are_well_formed(c: Case) -> None:
 
 def accepted_datasets_are_used(c: Case) -> None:
     """An exception is made for a dataset of the blends; a wrong name would make none."""
-    paths = [p.removesuffix(".bin").removesuffix(".idx") for p in [*c.cfg.data.train, *c.cfg.data.valid]
-             if isinstance(p, str)]  # fmt: skip
+    paths = [
+        p.removesuffix(".bin").removesuffix(".idx") for _, blend in _blends(c) for p in blend if isinstance(p, str)
+    ]
     for name in ("accept_changed", "accept_zeros"):
         for path in getattr(c.cfg.data, name):
             close = nearest(path, paths)
@@ -95,7 +109,7 @@ def accepted_datasets_are_used(c: Case) -> None:
             require(known, f"data.{name}", path, "neither data.train nor data.valid contains this dataset", fix)
 
 
-def _weighted(blend: list[str | float]) -> str:
+def _weighted(blend: Sequence[str | float]) -> str:
     return "[" + ", ".join(f"1.0, {path}" for path in blend) + "]"
 
 
@@ -105,14 +119,13 @@ def datasets_exist(c: Case) -> None:
         return
     fix = "set it to a dataset written by `megaponder prepare`"
     require(bool(c.cfg.data.train), "data.train", [], "training needs a dataset", fix)
-    for name in ("train", "valid"):
-        blend = getattr(c.cfg.data, name)
+    for field, blend in _blends(c):
         weights = [w for w in blend if not isinstance(w, str)] or [1.0] * len(blend)
         read = [p for p, w in zip((p for p in blend if isinstance(p, str)), weights, strict=False) if w != 0]
         for path in map(Path, read):
             for suffix in (".bin", ".idx"):
                 require(
-                    Path(f"{path}{suffix}").is_file(), f"data.{name}", str(path), f"there is no file {path}{suffix}",
+                    Path(f"{path}{suffix}").is_file(), field, str(path), f"there is no file {path}{suffix}",
                     _like(path, suffix),
                 )  # fmt: skip
 

@@ -171,6 +171,11 @@ class AdaPonderLM(Budgeted, AlignedHalting):
             return []
         return [(carry[f"logit{i}"].sigmoid(), carry[f"asked{i}"]) for i in range(self.options.steps)]
 
+    def scores(self, carry: dict[str, Tensor]) -> dict[int, Tensor]:
+        if self.window is not None:
+            return {self.window.least + i: carry[f"score{i}"] for i in range(self.window.gates)}
+        return {i + 1: carry[f"logit{i}"] for i in range(self.options.steps)}
+
     def extra_flops(self, p: Pass, vocab_size: int) -> float:
         h = self.shape.hidden_size
         kinds = {"none": 0.0, "linear": 2.0 * h, "mlp": 2.0 * self.options.gate_width * h**2}

@@ -153,6 +153,7 @@ class AdaptiveCot(Budgeted, Method):
             go_on = self._by_budget(p, h, reach, alive, carry, tools)
         if self.forced is not None:
             go_on = self.forced > p.index + 1
+            carry[f"reach{p.index}"] = on
         go_on = go_on & alive
         self._take(p, h, torch.where(go_on, reach - on, reach) * alive, alive, carry)
         carry["reach"] = torch.where(go_on, on, torch.zeros_like(on))
@@ -208,7 +209,14 @@ class AdaptiveCot(Budgeted, Method):
         self._take(p, h, carry["reach"], alive, carry)
         weight = self.options.cost_weight if self.window is None else self.options.score_weight
         cost = weight * carry["cost"].sum() if "cost" in carry else None
-        return Readout(carry["out"], cost, stats, carry["depth"], gates)
+        return Readout(carry["out"], cost, stats, carry["depth"], gates, self._scores(p, carry))
+
+    def _scores(self, p: Pass, carry: dict[str, Tensor]) -> dict[int, Tensor]:
+        if self.forced is None:
+            return {}
+        if self.window is not None:
+            return {self.window.least + i: carry[f"score{i}"] for i in range(self.window.gates)}
+        return {i + 1: carry[f"reach{i}"] for i in range(p.index)}
 
     def decides(self) -> bool:
         return True

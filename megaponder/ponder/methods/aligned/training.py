@@ -52,6 +52,10 @@ class AlignedHalting(PonderLM):
         """The value of `Readout.gates`."""
         return []
 
+    def scores(self, carry: dict[str, Tensor]) -> dict[int, Tensor]:
+        """The value of `Readout.scores`."""
+        return {}
+
     def enter(
         self, p: Pass, ids_bn: Tensor, feedback: Flow | None, carry: dict[str, Tensor], tools: EntryTools
     ) -> Flow:
@@ -107,4 +111,6 @@ class AlignedHalting(PonderLM):
         active = riders[..., 0] > 0.5
         state = self._carried(p, rows, active, carry, tools)
         self.ended(p, state, active, carry, tools)
-        return Readout(state, self.cost(carry, tools), self.sums(carry, tools), carry["depth"], self.gate_values(carry))
+        scores = {} if self.forced is None else self.scores(carry)
+        gates, depth = self.gate_values(carry), carry["depth"]
+        return Readout(state, self.cost(carry, tools), self.sums(carry, tools), depth, gates, scores)

@@ -77,13 +77,18 @@ class ConfidentPonderLM(Budgeted, AlignedHalting):
     def decide(
         self, p: Pass, state: Tensor, active: Tensor, carry: dict[str, Tensor], tools: ExitTools
     ) -> tuple[None, Tensor]:
-        if not self._asks(p):
+        if not self._asks(p) and self.forced is None:
             return None, torch.ones_like(active)
         best = tools.broadcast(tools.confidence(state, active))
-        if self.window is None:
+        if self.forced is not None:
+            carry[f"doubt{p.index}"] = 1 - best
+        if self.window is None or not self._asks(p):
             return None, best < self.options.threshold
         index = p.index + 1 - self.window.least
         return None, self.decisions(carry, tools).decide(index, active, 1 - best, self.at_random)
+
+    def scores(self, carry: dict[str, Tensor]) -> dict[int, Tensor]:
+        return {i + 1: carry[f"doubt{i}"] for i in range(len(self.passes(0, None)) - 1)}
 
     def sums(self, carry: dict[str, Tensor], tools: ExitTools) -> dict[str, Tensor]:
         return {} if self.window is None else self.decisions(carry, tools).stats()

@@ -171,7 +171,7 @@ class PonderLM3(Budgeted, LatentMethod):
                 score = decisions.gates.score(index, row, first, tools)
                 row = decisions.decide(index, row, score, self.at_random)
             if self.forced is not None:
-                row = self.forced > k
+                row = torch.ones_like(row) & (self.forced > k)
             alive.append(row)
         there = torch.stack(alive, dim=-1)
         return a if self.window is None else a.masked_fill(~there, DEAD), there, decisions
@@ -200,10 +200,14 @@ class PonderLM3(Budgeted, LatentMethod):
         stats = {"expected_depth": ((1.0 + expected) * tools.valid_sb).sum(), **self._residuals(carry)}
         gates = [(w[..., k], torch.ones_like(depth, dtype=torch.bool)) for k in range(w.shape[-1])]
         if decisions is None:
-            return Readout(hidden, self._cost(expected, tools), stats, depth, gates)
-        assert alive is not None
+            scores = {} if self.forced is None else {k + 1: w[..., k].detach() for k in range(w.shape[-1])}
+            return Readout(hidden, self._cost(expected, tools), stats, depth, gates, scores)
+        assert alive is not None and self.window is not None
         cost = self._scores_error(p, h, a, alive, decisions) if tools.step is not None else None
-        return Readout(hidden, cost, stats | decisions.stats(), depth, gates)
+        scores = {}
+        if self.forced is not None:
+            scores = {self.window.least + i: kept[f"score{i}"] for i in range(self.window.gates)}
+        return Readout(hidden, cost, stats | decisions.stats(), depth, gates, scores)
 
     @staticmethod
     def _mixture(p: Pass, h: Tensor, s: Tensor) -> Tensor:

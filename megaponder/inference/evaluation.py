@@ -1,0 +1,80 @@
+"""The file that `megaponder eval` writes and `megaponder compare` reads, and its part about depth.
+
+path, method, options
+results     by variant: loss, perplexity, bits per byte and FLOPs of each dataset (`data`) and of all (`together`)
+sample      which part of the text the following is of
+sweep       the same weights at other depths (`inference.sweep`)
+analysis    what passes bring, and who gets them (`inference.benefit`)
+tasks       numbers of lm-eval
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megaponder.config.schema import RunConfig
+from megaponder.data.indexed import read_index
+from megaponder.data.tokenizer import load_tokenizer
+from megaponder.errors import UserError
+from megaponder.export import reference
+from megaponder.inference import benefit, variants
+from megaponder.inference.heldout import Score, together
+from megaponder.inference.sweep import sweep
+
+NAME = "eval.json"
+"""In a run folder."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A part of held-out text."""
+
+    prefixes: tuple[str, ...]
+    targets: int
+    """Of each dataset."""
+    skipped: int
+    """Targets before them, on which thresholds are fitted."""
+
+
+def sample(named: Mapping[str, str], targets: int) -> Sample:
+    """About `targets` targets, the same number of each dataset, behind an eighth as many."""
+    each = max(1, targets // len(named))
+    shortest = min(read_index(prefix).tokens for prefix in named.values())
+    each = min(each, max(1, shortest * 8 // 9))
+    return Sample(tuple(named.values()), each, max(1, min(each // 8, shortest - each)))
+
+
+def by_depth(
+    cfg: RunConfig, state: dict[str, Tensor], sample: Sample, batch: int, length: int | None = None
+) -> dict[str, Any]:
+    """Sweep (on the first dataset) and analysis (on all) of a whole model in this process, in FP32."""
+    first, *_ = sample.prefixes
+    swept = sweep(cfg, state, first, batch, sample.targets, sample.skipped, length)
+    try:
+        words = load_tokenizer(cfg.data.tokenizer) if cfg.data.tokenizer else None
+    except UserError:
+        words = None  # the run's tokenizer is elsewhere: classes by frequency alone
+    if cfg.ponder.method == "ponderlm" and not cfg.ponder.options.get("multiply_by_steps"):
+        cfg = variants.with_threshold(cfg, 1.0)  # the same numbers, and how sure the model is after each pass
+    with reference.engine(cfg, state) as engine:
+        found = benefit.analyse(
+            engine, cfg, sample.prefixes, words, batch, length, sample.targets, sample.skipped
+        )  # fmt: skip
+    return {"sample": asdict(sample), "sweep": swept, "analysis": found}
+
+
+def told(source: str, cfg: RunConfig, found: Sequence[tuple[str, Mapping[str, Score]]]) -> dict[str, Any]:
+    """All numbers of `heldout.score_all` by variant."""
+    results: list[dict[str, Any]] = [
+        {
+            "variant": label,
+            "data": {name: score.values() for name, score in scores.items()},
+            "together": together(list(scores.values())).values(),
+        }
+        for label, scores in found
+    ]
+    return {"path": source, "method": cfg.ponder.method, "options": cfg.ponder.options, "results": results}

@@ -1,0 +1,96 @@
+"""The same weights at other depths: fewer passes for all tokens, halting at other thresholds, passes at random.
+
+Thresholds are fitted to mean depths on other text than is then measured: for ponderlm, exit by confidence; for the
+adaptive methods, their own gates.  A model with a budget has thresholds of its own: where this share of the open
+decisions would go on if scores were normal; beside each, the same depth with passes spread at random.
+"""
+
+from __future__ import annotations
+
+from statistics import NormalDist
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from megaponder.config.schema import RunConfig
+from megaponder.engine import depth as depths
+from megaponder.export import reference
+from megaponder.inference import variants
+from megaponder.inference.heldout import Score, score
+from megaponder.ponder.settings import method_of
+
+if TYPE_CHECKING:
+    from megaponder.engine.step import Engine
+
+SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
+"""Mean depths, as shares of the most passes."""
+FITTED = ("ponderlm", "adaponderlm", "adaptive_cot", "ponderlm3")
+PASSES = ("ponderlm", "loop")
+MORE = 2
+"""Passes beyond those of training."""
+AS_TRAINED, OTHER_PASSES, HALTING, RANDOM = "as trained", "passes", "halting", "random"
+"""What a point of a sweep is."""
+
+
+def sweep(
+    cfg: RunConfig, state: dict[str, Tensor], prefix: str, batch: int, limit: int, skip: int, length: int | None = None
+) -> list[dict[str, Any]]:
+    """Variant, kind, loss, depth and FLOPs per token of each variant of the model, for JSON.
+
+    Measured on `limit` targets of a dataset after `skip` others, on which thresholds are fitted.
+    """
+    method, found = cfg.ponder.method, []
+
+    def measure(changed: RunConfig, variant: str, kind: str, depth: float | None = None) -> None:
+        with reference.engine(changed, state) as engine:
+            if depth is not None:
+                fitted = variants.fit_threshold(engine, changed, prefix, depth, batch, skip)
+                changed = variants.with_threshold(changed, fitted)
+                variant += f", threshold {fitted:.4g}"
+            found.append(_told(score(engine, changed, prefix, batch, length, limit, skip), variant, kind))
+
+    measure(cfg, AS_TRAINED, AS_TRAINED)
+    if method in PASSES and not cfg.ponder.options.get("multiply_by_steps"):
+        for n in range(1, method_of(cfg).max_depth() + MORE + 1):
+            measure(variants.with_passes(cfg, n), f"passes {n}", OTHER_PASSES)
+    if method_of(cfg).window is not None:
+        with reference.engine(cfg, state) as engine:
+            found += _by_budget(engine, cfg, prefix, batch, limit, skip, length)
+    elif method in FITTED and not cfg.ponder.options.get("multiply_by_steps"):
+        halting = variants.with_threshold(cfg, 0.5)
+        for share in SHARES:
+            if share * method_of(cfg).max_depth() >= 1:
+                measure(halting, f"share {share}", HALTING, share * method_of(cfg).max_depth())
+    return found
+
+
+def _told(found: Score, variant: str, kind: str) -> dict[str, Any]:
+    stats = found.stats
+    more = {name: stats[name] for name in ("depth_nll_correlation", "soft_loss") if name in stats}
+    depth = stats.get("mean_depth")
+    told: dict[str, Any] = {"variant": variant, "kind": kind, "loss": found.loss, "depth": depth}
+    return told | {"flops_per_token": found.flops} | more
+
+
+def _by_budget(
+    engine: Engine, cfg: RunConfig, prefix: str, batch: int, limit: int, skip: int, length: int | None
+) -> list[dict[str, Any]]:
+    """Loss and depth of a model with a budget at other thresholds, and of the same depths at random."""
+    found, method = [], engine.stage.method
+    gates: Any = engine.stage.method_modules["budget"]
+    assert method.window is not None
+    trained, mean, variance, correction, *_ = gates.state.tolist()
+    others = [mean + variance**0.5 * (NormalDist().inv_cdf(1 - p) + correction) for p in (0.25, 0.5, 0.75)]
+    try:
+        for theta in (trained, *others):
+            gates.state[0] = theta
+            own = score(engine, cfg, prefix, batch, length, limit, skip)
+            method.at_random = depths.shares_that_go_on(own.stats, method.window)
+            chance = score(engine, cfg, prefix, batch, length, limit, skip)
+            method.at_random = None
+            found.append(_told(own, f"scores, threshold {theta:.4g}", HALTING))
+            found.append(_told(chance, f"random, threshold {theta:.4g}", RANDOM))
+    finally:
+        method.at_random = None
+        gates.state[0] = trained
+    return found
