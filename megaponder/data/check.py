@@ -201,11 +201,10 @@ def check_data(cfg: RunConfig, opened: dict[str, Opened] | None = None) -> DataF
     _check_tokenizer(cfg.data.tokenizer, meta)
     evaluates = cfg.train.eval_batches > 0
     split = None if valid else cfg.data.split
-    sets = {name: _facts(sources, opened, split, 1) for name, sources in (valid or {"": train}).items()}
+    read = (valid or {"": train}) if evaluates else {}
+    sets = {name: _facts(sources, opened, split, 1) for name, sources in read.items()}
     train_facts = _facts(train, opened, split, 0)
-    return DataFacts(
-        train_facts, sets if evaluates else {}, vocab_size, eod_id, meta.tokenizer_fingerprint if meta else None
-    )
+    return DataFacts(train_facts, sets, vocab_size, eod_id, meta.tokenizer_fingerprint if meta else None)
 
 
 def fill_from_data(cfg: RunConfig, facts: DataFacts) -> RunConfig:

@@ -14,7 +14,16 @@ from megaponder.monitor.registry import METRICS
 from megaponder.monitor.row import Row, from_flat
 
 ROOT = Path(__file__).resolve().parents[2]
-LABELS = {"pass": "2", "depth": "3", "bin": "7", "iteration": "1", "reason": "spike", "tensor": "grad"}
+LABELS = {
+    "pass": "2",
+    "depth": "3",
+    "bin": "7",
+    "iteration": "1",
+    "reason": "spike",
+    "tensor": "grad",
+    "set": "wiki",
+    "task": "piqa_acc",
+}
 
 
 @pytest.mark.parametrize("field", ["name", "tag", "prometheus"])
