@@ -42,14 +42,15 @@ docs: env ## Build the documentation into site/; a broken link is an error
 
 env: $(STAMP) ## Make .venv with the tested versions (Python 3.10+; make env PYTHON=python3.12 picks another)
 
-# The stamp is written last, so an interrupted installation is taken up again.
+# The stamp is written last, so an interrupted installation is taken up again.  Python compiles what it imports; pip would
+# compile everything.
 $(STAMP): pyproject.toml setup.py constraints.txt docker/install.sh
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
 	  echo "megaponder needs Python 3.10 or newer, but $(PYTHON) is $$($(PYTHON) --version 2>/dev/null || echo 'not installed'):" \
 	    "run make env PYTHON=python3.11, or name any newer one you have." >&2; exit 1; }
 	@$(BIN)/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	@echo "Installing into $(VENV) (once, some minutes) ..."
-	docker/install.sh $(abspath $(BIN))/python dev
+	docker/install.sh $(abspath $(BIN))/python dev --no-compile
 	@touch $@
 
 clean: ## Remove the environment, caches and the demo's folder

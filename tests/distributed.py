@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
+import gc
 import importlib
 import json
 import os
@@ -174,6 +175,8 @@ def _serve() -> None:
     """The zygote: answer questions from standard input until it ends."""
     import tests.forkserver_preload  # noqa: F401
 
+    gc.collect()
+    gc.freeze()  # workers share these pages, and their collections need not look at them
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     codes: dict[int, int] = {}

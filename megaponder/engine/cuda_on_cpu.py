@@ -8,33 +8,63 @@ present it does nothing.  Call it before the first `import megatron.core`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 import warnings
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.utils import _device
 
-_active: _CpuForCuda | None = None
+_installed = False
+
+_FACTORIES = """
+    arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace ones ones_like rand rand_like
+    randint randint_like randn randn_like randperm scalar_tensor tensor tril_indices triu_indices zeros zeros_like
+"""
+_METHODS = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros to"
 
 
-class _CpuForCuda(TorchFunctionMode):
-    """Rewrites device arguments in every torch call of this thread."""
+def _redirect_devices() -> None:
+    """Let PyTorch's functions that take a device, and no others, send what is meant for a GPU to the CPU.
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # megatron-core's optimizers sort parameters by the names of CUDA tensor types
-            return func(*args).replace("torch.", "torch.cuda.", 1)
+    A TorchFunctionMode would need no list, but Python would handle every call then, even the reading of a shape: a
+    quarter of a small model's step.
+    """
+    _device._device_constructors()  # `with torch.device(...)` knows them by identity: those inside ours, from now on
+    builtins = torch.jit._builtins
+    for owner, names in ((torch, _FACTORIES), (torch.Tensor, _METHODS)):
+        for name in names.split():
+            function = getattr(owner, name)
+            redirected = _on_cpu(function)
+            setattr(owner, name, redirected)
+            if operator := builtins._find_builtin(function):
+                builtins._register_builtin(redirected, operator)  # torch.jit.script knows functions by identity
+    kind = torch.Tensor.type
+
+    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # megatron-core's optimizers sort parameters by the names of CUDA tensor types
+        found = kind(self, *args, **kwargs)
+        return found if args or kwargs else found.replace("torch.", "torch.cuda.", 1)
+
+    torch.Tensor.type = type_name  # type: ignore[method-assign, assignment]
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+
+
+def _on_cpu(function: Any) -> Any:
+    """The function, with `device` and `pin_memory` as a machine without a GPU has them."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device")
         if isinstance(device, int) or (device is not None and str(device).startswith("cuda")):
             kwargs["device"] = "cpu"
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
-        return func(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 class _Stream:
@@ -58,11 +88,12 @@ class _Event(_Stream):
 
 def install() -> bool:
     """Map "cuda" to the CPU if there is no GPU; returns whether the mapping is active.  Safe to call repeatedly."""
-    global _active
+    global _installed
     if torch.cuda.is_available():
         return False
-    if _active is not None:
+    if _installed:
         return True
+    _installed = True
     # installed for GPUs but of no use here: megatron-core would call its CUDA kernels
     sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]
     _import_uncompiled()
@@ -85,8 +116,7 @@ def install() -> bool:
     }
     for name, replacement in replacements.items():
         setattr(torch.cuda, name, replacement)
-    _active = _CpuForCuda()
-    _active.__enter__()
+    _redirect_devices()
 
     from megatron.core.tensor_parallel import random
 

@@ -3,10 +3,8 @@
 import json
 import os
 import pickle
-import signal
-import subprocess
-import sys
-import textwrap
+import random
+import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from megaponder.checkpoint.choose import choose, locate
 from megaponder.checkpoint.damage import damage
 from megaponder.checkpoint.state import Contents, TrainState, load_state, save_state
 from megaponder.errors import UserError
+from tests.distributed import Workers
 
 
 def write_index(path: Path, *shards: str, objects: tuple[str, ...] = ()) -> None:
@@ -239,31 +238,30 @@ def test_retention_keeps_the_newest_and_every_multiple(steps, last, every):
     assert all(s <= min(sorted(steps)[-last:]) for s in gone)
 
 
-def test_kill_9_while_saving_leaves_only_whole_checkpoints(tmp_path):
-    code = """
-        import sys
-        from pathlib import Path
-        from tests.checkpoint.test_folder import save
-        from megaponder.checkpoint import folder
-        root = Path(sys.argv[1])
-        step = max(folder.published(root), default=0)
-        print("ready", flush=True)
-        while True:
-            step += 1
-            save(root, step, 200_000)
-            folder.retain(root, step, 2, 0)
-    """
-    import random
-    import time
+def save_until_killed(root):
+    """In a worker: one checkpoint after another."""
+    step = max(folder.published(root), default=0)
+    (root / "ready").touch()
+    while True:
+        step += 1
+        save(root, step, 200_000)
+        folder.retain(root, step, 2, 0)
 
+
+def test_kill_9_while_saving_leaves_only_whole_checkpoints(tmp_path):
     dice = random.Random(5)
     last = 0
     for _ in range(8):
-        command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": os.getcwd()}) as process:
-            process.stdout.readline()
+        workers = Workers("tests.checkpoint.test_folder:save_until_killed", 1, {"root": tmp_path})
+        try:
+            while not (tmp_path / "ready").exists():
+                assert workers.poll() == [None], workers.output()
+                time.sleep(0.01)
             time.sleep(dice.uniform(0.02, 0.3))
-            process.send_signal(signal.SIGKILL)
+            assert workers.poll() == [None], workers.output()
+        finally:
+            workers.kill()
+        (tmp_path / "ready").unlink()
         found = folder.published(tmp_path)
         assert all(damage(p) is None for p in found.values())
         assert max(found, default=0) >= last

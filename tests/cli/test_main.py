@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -14,6 +16,7 @@ import pytest
 from megaponder.cli import report
 from megaponder.cli.main import COMMANDS, main
 from megaponder.errors import UserError
+from tests.distributed import run_workers
 
 ROOT = Path(__file__).parents[2]
 RUN = "model: {preset: llama-125m}\nponder: {method: loop}\ntrain: {steps: 10}\n"
@@ -183,24 +186,38 @@ def test_what_is_in_the_way_is_named(tmp_path: Path, capsys: pytest.CaptureFixtu
         (tmp_path / f"out{suffix}").rmdir()
 
 
-@pytest.mark.parametrize(("name", "is_folder"), [("config.yaml", True), ("ranks", False)])
-def test_what_is_in_the_way_of_a_run_is_named(tmp_path: Path, name: str, is_folder: bool) -> None:
+def answers(lines: list[list[str]]) -> list[tuple[int, str]]:
+    """In a worker without a launcher: exit code of each command, and what it wrote to stderr."""
+    for name in ("RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    found = []
+    for words in lines:
+        with contextlib.redirect_stderr(io.StringIO()) as err:
+            found.append((main(words), err.getvalue()))
+    return found
+
+
+def test_what_is_in_the_way_of_a_run_is_named(tmp_path: Path) -> None:
     from tests.data_pipeline.make import random_documents, write_documents
 
     prefix = write_documents(tmp_path / "wiki", random_documents([500, 900]))
-    (tmp_path / "run").mkdir()
-    way = tmp_path / "run" / name
-    way.mkdir() if is_folder else way.touch()
     (tmp_path / "own.yaml").write_text(
-        f"run: {tmp_path}/run\nmodel: {{family: llama, num_layers: 1, hidden_size: 8, num_heads: 1, vocab_size: 100}}\n"
+        "model: {family: llama, num_layers: 1, hidden_size: 8, num_heads: 1, vocab_size: 100}\n"
         f"data: {{train: [{prefix}], sequence_length: 16, split: '1,0,0', eod_id: 0}}\n"
         "train: {steps: 1, micro_batch: 1, global_batch: 1, eval_batches: 0}\n"
     )
-    command = [sys.executable, "-m", "megaponder", "train", str(tmp_path / "own.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    expected = "there is a folder where a file should be" if is_folder else "there is a file where a folder should be"
-    assert done.returncode == 2, done.stderr
-    assert f"error: {way}: {expected}; move it away" in done.stderr and "Traceback" not in done.stderr
+    (tmp_path / "config.yaml" / "config.yaml").mkdir(parents=True)
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "ranks" / "ranks").touch()
+    expected = {
+        "config.yaml": "there is a folder where a file should be",
+        "ranks": "there is a file where a folder should be",
+    }
+    lines = [["train", str(tmp_path / "own.yaml"), "--run", str(tmp_path / name)] for name in expected]
+    ended = run_workers("tests.cli.test_main:answers", 1, args={"lines": lines}, timeout=120)[0]
+    for (code, words), (name, sentence) in zip(ended, expected.items(), strict=True):
+        assert code == 2, words
+        assert f"error: {tmp_path / name / name}: {sentence}; move it away" in words and "Traceback" not in words
 
 
 def test_inspect_a_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -291,7 +308,7 @@ def test_starting_needs_neither_torch_nor_megatron() -> None:
 
 
 def test_torchrun_prints_one_error(tmp_path: Path, run_file: str) -> None:
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "-m", "megaponder"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megaponder"]
     done = python(*launch, "train", run_file, "--parallel.tensor", "5", env={"TMPDIR": str(tmp_path)})
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.startswith("error")]
