@@ -12,6 +12,7 @@ EPILOG = """\
 examples
   megaponder export runs/first hf/first                     the newest checkpoint of a run
   megaponder export runs/first/checkpoints/step_00001000 hf/step1000 --dtype bfloat16
+  megaponder export runs/ada hf/ada --refit data/wiki       the budget's threshold is set anew on held-out text
 
 The folder holds safetensors, configuration, tokenizer and, for pondering models, its modelling code:
 
@@ -32,6 +33,14 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="number format; default: the checkpoint's"
     )
+    parser.add_argument(
+        "--refit", metavar="PREFIX",
+        help="for a model with a budget (ponder.options.target): a held-out dataset of `megaponder prepare`, on which "
+        "the threshold is set so that tokens spend the budget in the mean",
+    )  # fmt: skip
+    parser.add_argument(
+        "--refit-tokens", type=int, default=16384, metavar="N", help="tokens of it that are read (default 16384)"
+    )
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
     parser.add_argument(
         "--tolerance", type=float, default=1e-4, metavar="X",
@@ -40,8 +49,18 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from functools import partial
+
+    from megaponder.errors import ConfigError
     from megaponder.export.to_hf import export
 
+    refit = None
+    if args.refit_tokens < 1:
+        raise ConfigError("--refit-tokens", args.refit_tokens, "it must be at least 1", "use 16384")
+    if args.refit is not None:
+        from megaponder.inference.refit import refit as threshold
+
+        refit = partial(threshold, prefix=args.refit, tokens=args.refit_tokens)
     print(
         export(
             args.checkpoint,
@@ -50,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
             dtype=args.dtype,
             force=args.force,
             tolerance=args.tolerance,
+            refit=refit,
         )
     )
     return 0

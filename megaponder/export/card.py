@@ -21,6 +21,7 @@ tags: [megaponder, $method]
 $parameters parameters, $layers layers, width $hidden, vocabulary $vocab.
 Trained for $step steps with megaponder $version.
 Method: `$method` $options.  Embedding scale: $scale.
+$refitted
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -48,6 +49,7 @@ def write(
     parameters: int,
     tokens: TokenizerFiles,
     difference: float,
+    refitted: str = "",
 ) -> None:
     """Write README.md."""
     name = path.name.removeprefix(".").partition(".partial-")[0]
@@ -74,6 +76,7 @@ def write(
         lm_eval="" if native else ",trust_remote_code=True",
         prefix=prefix,
         difference=f"{difference:.1e}",
+        refitted=refitted,
         note=Template(compose.decoding_class(cfg.ponder.method).note).substitute(options),
     )
     (path / "README.md").write_text(text, encoding="utf-8")

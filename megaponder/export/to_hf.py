@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,6 +26,33 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 @dataclass(frozen=True)
+class Refitted:
+    """A budget's threshold that was set anew on held-out text."""
+
+    data: str
+    """Name of the dataset."""
+    targets: int
+    """Tokens of it that were read."""
+    budget: float
+    """Passes (or rows) that a token may spend in the mean."""
+    depth_before: float
+    """Passes with the threshold that training left."""
+    depth: float
+    """Passes with the new one."""
+    threshold: float
+
+    def __str__(self) -> str:
+        missed = "" if abs(self.depth - self.budget) <= 0.1 else "; no threshold meets the budget better"
+        return (
+            f"The threshold was refitted on {self.targets:,} tokens of {self.data}: {self.depth:.2f} passes a token "
+            f"(budget {self.budget:.2f}, before {self.depth_before:.2f}){missed}."
+        )
+
+
+Refit = Callable[[RunConfig, dict[str, Tensor], torch.dtype], Refitted]
+
+
+@dataclass(frozen=True)
 class Exported:
     """What was written."""
 
@@ -36,6 +65,7 @@ class Exported:
     parameters: int
     max_difference: float
     """Largest difference from the logits of the checkpoint's own forward, over the largest logit."""
+    refitted: Refitted | None = None
 
     def __str__(self) -> str:
         if self.native:
@@ -45,7 +75,7 @@ class Exported:
         return (
             f"{self.folder}: {self.parameters:,} parameters {kind}.\n"
             f"Logits with and without cache equal the checkpoint's: largest difference {self.max_difference:.1e} of "
-            "the largest logit."
+            f"the largest logit.{'' if self.refitted is None else f' {self.refitted}'}"
         )
 
 
@@ -58,6 +88,7 @@ def export(
     force: bool = False,
     shard_bytes: int = folder.SHARD_BYTES,
     tolerance: float = 1e-4,
+    refit: Refit | None = None,
 ) -> Exported:
     """Write the Hugging Face folder `out` of a checkpoint (or of a run's newest one).
 
@@ -66,7 +97,8 @@ def export(
     the stored one; `tokenizer_path` to data.tokenizer.  The folder is loaded again and its logits, with and without
     cache, are compared with the checkpoint's own forward (FP32, one process) before it is published.  If
     decoding computes exactly what a forward approximates (PonderLM-2 and PonderLM-3), the cached logits are compared
-    with those of a close enough approximation.
+    with those of a close enough approximation.  `refit` (`inference.refit`) may replace the threshold of a budget; what
+    it tells is in config.json and the model card.
     Raises UserError if they differ by more than `tolerance` of the largest logit, or if `out` exists.
     """
     require_transformers("megaponder export")
@@ -74,21 +106,33 @@ def export(
     source = locate(checkpoint)
     cfg, state = read_weights(source)
     compose.decoding_class(cfg.ponder.method)  # raises its error first
+    kept = DTYPES.get(dtype or "", state["embedding.word_embeddings.weight"].dtype)
+    refitted = None if refit is None else refit(cfg, state, kept)
     state = cast(state, dtype)
     out = Path(out)
     with folder.published(out, force) as temporary:
         kind, reason = configs.native_format(cfg)
         plain = names.to_plain(state, cfg.model, table_rows(cfg))
         tokens = tokenizer.write(cfg, temporary, tokenizer_path)
-        write_model(cfg, plain, temporary, kind, tokens.eos_id, shard_bytes)
+        told = {} if refitted is None else {"refitted": asdict(refitted)}
+        write_model(cfg, plain, temporary, kind, tokens.eos_id, shard_bytes, told)
         count = sum(t.numel() for t in plain.values())
         del plain
         worst = check(cfg, state, temporary, out, tolerance)
         step = load_state(source)[0].step
         own_format = kind is not None
-        card.write(cfg, temporary, native=own_format, step=step, parameters=count, tokens=tokens, difference=worst)
+        card.write(
+            cfg,
+            temporary,
+            native=own_format,
+            step=step,
+            parameters=count,
+            tokens=tokens,
+            difference=worst,
+            refitted="" if refitted is None else str(refitted),
+        )
         files = tuple(sorted(p.name for p in temporary.iterdir()))
-    return Exported(out, kind is not None, reason, files, count, worst)
+    return Exported(out, kind is not None, reason, files, count, worst, refitted)
 
 
 def cast(state: dict[str, Tensor], dtype: str | None) -> dict[str, Tensor]:
@@ -106,6 +150,7 @@ def write_model(
     kind: str | None,
     eos: int | None,
     shard_bytes: int = folder.SHARD_BYTES,
+    told: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Weights, config.json, generation_config.json and, if no model_type `kind` represents it, the modelling code."""
     assert cfg.model.num_heads is not None
@@ -120,7 +165,7 @@ def write_model(
         config, tensors = configs.ponder_config(cfg, dtype, eos), plain
         for name, text in compose.files(cfg.ponder.method).items():
             (path / name).write_bytes(text.encode())
-    config["megaponder_version"] = __version__
+    config |= {"megaponder_version": __version__, **told}
     folder.write_json(path / "config.json", config)
     generation: dict[str, Any] = {"bos_token_id": eos, "eos_token_id": eos, "pad_token_id": eos}
     folder.write_json(path / "generation_config.json", {k: v for k, v in generation.items() if v is not None})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megaponder.config.schema import RunConfig
@@ -77,14 +77,22 @@ def fit_threshold(
         options.threshold = 1 / (1 + math.exp(-logit))
         return score(engine, cfg, prefix, batch, None, limit).stats["mean_depth"]
 
-    low, high = -20.0, 20.0
+    measured(nearest(measured, -20.0, 20.0, depth, tries))
+    return float(options.threshold)
+
+
+def nearest(
+    measured: Callable[[float], float], low: float, high: float, aim: float, tries: int = 16, within: float = 0.0
+) -> float:
+    """Where a monotone function between `low` and `high` comes closest to `aim`, or `within` it, by bisection."""
     rises = measured(high) > measured(low)  # a higher threshold is a later exit by confidence, but a shut gate
     for _ in range(tries):
         middle = (low + high) / 2
-        low, high = (low, middle) if (measured(middle) > depth) == rises else (middle, high)
-    best = min((low, high), key=lambda logit: abs(measured(logit) - depth))
-    measured(best)
-    return float(options.threshold)
+        found = measured(middle)
+        if abs(found - aim) <= within:
+            return middle
+        low, high = (low, middle) if (found > aim) == rises else (middle, high)
+    return min((low, high), key=lambda x: abs(measured(x) - aim))
 
 
 def _refuse_budget(cfg: RunConfig, flag: str, value: float) -> None:
