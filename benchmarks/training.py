@@ -120,6 +120,16 @@ def _latents() -> list[Row]:
     ]
 
 
+def _looped() -> list[Row]:
+    ends = {"prelude": 4, "coda": 4, "recurrence": 8, "draw": "fixed"}  # 16 of the 24 layers are the core
+    return [
+        Row(f"huginn-like llama-1.4b, r=8, {kept} kept, {how}", "llama-1.4b", "huginn", ends | {"kept": kept}, 2,
+            graphs=how == "captured", micro_batches=4)
+        for kept in (4, 8)
+        for how in ("captured", "eager")
+    ]  # fmt: skip
+
+
 TABLES: dict[str, list[Row]] = {
     "baseline": [*_paired("llama-410m", 8), *_paired("llama-1.4b", 4)],
     "methods": [
@@ -133,6 +143,7 @@ TABLES: dict[str, list[Row]] = {
     "passes": _depths(),
     "ponderlm2": _latents(),
     "halting": _halting(),
+    "looped": _looped(),
     "one-gpu": [
         Row("K=4, batch 2", "llama-1.4b", *LOOP, batch=2, micro_batches=8),
         Row("K=4, batch 4", "llama-1.4b", *LOOP, batch=4, micro_batches=4),

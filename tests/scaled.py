@@ -21,7 +21,7 @@ STEPS = 2
 
 
 def scaled(path: Path, run: Path, dataset: str) -> RunConfig:
-    """The file's run with two layers of width 32 on a dataset of ids below VOCAB - 1, for two steps."""
+    """The file's run with two layers (or as few as the method needs) of width 32 on a dataset of ids below VOCAB - 1, for two steps."""
     cfg = copy.deepcopy(resolve(load_config(path, [])))
     small: dict[str, dict[str, Any]] = {
         # heads of 8 channels: a quarter of them is still an even number
@@ -39,5 +39,8 @@ def scaled(path: Path, run: Path, dataset: str) -> RunConfig:
             setattr(getattr(cfg, section), name, value)
     if "pause_token_id" in cfg.ponder.options:
         cfg.ponder.options["pause_token_id"] = VOCAB - 1
+    ends = [cfg.ponder.options[part] for part in ("prelude", "coda") if part in cfg.ponder.options]
+    if ends:  # and one layer that is repeated
+        cfg.model.num_layers = sum(ends) + 1
     cfg.run = str(run)
     return cfg

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from benchmarks.study.corpus import Corpus
+from megaponder.config.load import from_mapping
+from megaponder.config.resolve import resolve
+from megaponder.plan.flops import mean_needed
 from megaponder.ponder.registry import methods
+from megaponder.ponder.settings import method_of
 
 STEPS = 3
 """Pondering steps of the methods that count them: four passes."""
@@ -38,12 +42,13 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size(2, 32, 2, 512, 32, 8, 4096),
+    "tiny": Size(3, 32, 2, 512, 32, 8, 4096),
     "6x256": Size(6, 256, 4, 8192, 512, 64, 88_000_000),
     "6x512": Size(6, 512, 8, 8192, 512, 64, 88_000_000),
 }
 LEARNING_RATES = {
     "vanilla": 3e-3, "matched": 6e-3, "loop": 6e-3, "pause": 6e-3, "ponderlm": 6e-3, "ponderlm2": 6e-3,
+    "huginn": 6e-3, "ouro": 3e-3,
 }  # fmt: skip
 """Of each family; vanilla, matched and ponderlm from benchmarks/results/study-first.md, the others wait for `GRID`."""
 GRID = (0.5, 1.0, 2.0)
@@ -65,6 +70,10 @@ class Kind:
     target: float | None = None
     ramped: bool = False
     """The method's options ramp_start and ramp_end are 10 and 40 % of the steps."""
+    model: dict[str, Any] = field(default_factory=dict)
+    """Features of the backbone."""
+    matched: str = ""
+    """An option that is chosen so that a token costs as many training FLOPs as ponderlm's."""
     impossible: str = ""
     """Why the row cannot be trained yet."""
 
@@ -75,7 +84,11 @@ def _kinds() -> Iterator[Kind]:
     yield Kind("vanilla-sqrt_2.5h", "vanilla", "matched", scale="sqrt_2.5h")
     yield Kind("vanilla-deeper", "vanilla", "matched", scale="sqrt_2.5h", deeper=2)
     yield Kind("loop", "loop", "loop", {"extra_passes": STEPS})
-    yield Kind("loop-random", "loop", "loop", {"extra_passes": STEPS, "draw": "uniform", "draw_to": 2 * STEPS - 1})
+    yield Kind("loop-random", "loop", "loop", {"draw": "uniform"}, matched="extra_passes")
+    ends = {"prelude": 1, "coda": 1, "kept": STEPS + 1}
+    yield Kind("huginn-like", "huginn", "huginn", ends, matched="recurrence")
+    sandwich = {"norm_placement": "sandwich"}
+    yield Kind("ouro-like", "ouro", "ouro", {}, model=sandwich, matched="loops")
     yield Kind("pause", "pause", "pause", {"pauses": STEPS})
     yield Kind("ponderlm", "ponderlm", "ponderlm", {"steps": STEPS})
     drawn = {"jacobi": 3, "jacobi_from": 2, "jacobi_to": 3}
@@ -160,6 +173,9 @@ class Row:
         }  # fmt: skip
         if k.scale != "auto":
             model |= {"embedding_scale": k.scale, "init": "trunc_normal", "init_output_scale": (2 * layers) ** -0.5}
+        model |= k.model
+        if k.matched:
+            options[k.matched] = _matching(model, s.length, k.method, options, k.matched)
         looks = min(20, steps)
         return {
             "run": run,
@@ -179,6 +195,23 @@ class Row:
             "checkpoint": {"every": max(1, steps // 8), "keep_last": 1},
             "logging": {"every": max(1, steps // 200), "tensorboard": False},
         }  # fmt: skip
+
+
+@lru_cache
+def _ponderlm(size: tuple[tuple[str, Any], ...], length: int) -> float:
+    return _needed(dict(size), length, "ponderlm", {"steps": STEPS})
+
+
+def _needed(model: dict[str, Any], length: int, method: str, options: dict[str, Any]) -> float:
+    ponder = {"method": method, "options": options}
+    cfg = resolve(from_mapping({"model": model, "ponder": ponder, "data": {"sequence_length": length}}))
+    return mean_needed(cfg, method_of(cfg))
+
+
+def _matching(model: dict[str, Any], length: int, method: str, options: dict[str, Any], name: str) -> int:
+    """The value of the option with which a token's training FLOPs come nearest to ponderlm's."""
+    aim = _ponderlm(tuple(sorted(model.items())), length)
+    return min(range(2, 33), key=lambda n: abs(_needed(model, length, method, options | {name: n}) - aim))
 
 
 def rows(size: str, tokens: int | None = None) -> list[Row]:

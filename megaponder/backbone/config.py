@@ -9,6 +9,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from megaponder.config.schema import ParallelConfig, PrecisionConfig, RunConfig
+from megaponder.config.stages import stage_sizes
 
 
 def dtype_of(precision: PrecisionConfig) -> torch.dtype:
@@ -77,6 +78,14 @@ def deallocates(parallel: ParallelConfig) -> bool:
     return parallel.deallocate_pipeline_outputs
 
 
+def _stages(cfg: RunConfig) -> list[list[str]]:
+    """megatron-core's description of stages with different numbers of layers."""
+    layout = [["decoder"] * size for size in stage_sizes(cfg)]
+    layout[0].insert(0, "embedding")
+    layout[-1].append("loss")
+    return layout
+
+
 def transformer_config(cfg: RunConfig) -> TransformerConfig:
     """megatron-core's view of a resolved run configuration."""
     m, par, dtype = cfg.model, cfg.parallel, dtype_of(cfg.precision)
@@ -100,6 +109,7 @@ def transformer_config(cfg: RunConfig) -> TransformerConfig:
         use_cpu_initialization=not torch.cuda.is_available(),
         tensor_model_parallel_size=par.tensor,
         pipeline_model_parallel_size=par.pipeline,
+        pipeline_model_parallel_layout=_stages(cfg) if par.stage_layers else None,
         sequence_parallel=par.sequence,
         pipeline_dtype=dtype,
         params_dtype=dtype,

@@ -60,9 +60,13 @@ def whole_shape(name: str, parameter: nn.Parameter, tp: int, gated: bool) -> tup
 
 @torch.no_grad()
 def initialise(
-    stage: nn.Module, *, seed: int, kind: str, std: float, output_factor: float, tp_rank: int, tp: int, gated: bool
-) -> None:
-    """Set every weight of a stage; the method's own modules come initialised from their constructors."""
+    stage: nn.Module, *, seed: int, kind: str, std: float, output_factor: float, tp_rank: int, tp: int, gated: bool,
+    up_factor: float = 1.0,
+) -> None:  # fmt: skip
+    """Set every weight of a stage; the method's own modules come initialised from their constructors.
+
+    Factors on `std`: of attention-output and MLP-down matrices, and of SwiGLU's up matrices.
+    """
     for name, parameter in global_names(stage):
         if name.startswith(PARAMETER_PREFIX):
             continue
@@ -74,5 +78,7 @@ def initialise(
             scale = output_factor if name.endswith(("linear_proj.weight", "linear_fc2.weight")) else 1.0
             shape, dim = whole_shape(name, parameter, tp, gated)
             whole = _draw(shape, kind, std * scale, stream(seed, name))
+            if gated and name.endswith("mlp.linear_fc1.weight"):
+                whole[1] *= up_factor
             part = whole if dim is None else whole.chunk(tp, dim=dim)[tp_rank]
             parameter.copy_(part.reshape(parameter.shape))

@@ -53,6 +53,18 @@ def counted(stage: int, stages: int, passes: int, micro_batches: int, group: int
     return InFlight(most_passes, most[0], tuple(most))  # whatever has left the first pass has left all passes
 
 
+@lru_cache
+def largest_sum(stage: int, stages: int, kept: tuple[float, ...], micro_batches: int, group: int) -> float:
+    """The most that a stage holds at once, if a micro-batch keeps so much of each pass until its backward."""
+    passes = len(kept)
+    micro_batches = min(micro_batches, (4 * stages + 4) * group + micro_batches % group)
+    now = most = 0.0
+    for forward, p in _order(stage, stages, passes, micro_batches, group):
+        now += kept[p] if forward else -kept[p]
+        most = max(most, now)
+    return most
+
+
 def _order(stage: int, stages: int, passes: int, micro_batches: int, group: int) -> Iterator[tuple[bool, int]]:
     """(whether forward, pass) in the order of the schedule."""
     if stages == 1:

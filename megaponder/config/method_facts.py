@@ -22,6 +22,10 @@ class PassLike(Protocol):
     def reads(self) -> Sequence[int] | None: ...
     @property
     def key_sets(self) -> int: ...
+    @property
+    def layers(self) -> tuple[int, int] | None: ...
+    @property
+    def grad(self) -> bool: ...
 
 
 class MethodLike(Protocol):
@@ -33,6 +37,8 @@ class MethodLike(Protocol):
     mixes_vocabulary: bool
     keeps_kv: bool
     skips: bool
+    core: tuple[int, int] | None
+    reads_every_pass: bool
 
     def passes(self, seed: int, step: int | None) -> Sequence[PassLike]: ...
     def longest(self, seed: int) -> Sequence[PassLike]: ...
@@ -48,8 +54,16 @@ class MethodFacts:
     rider_channels: int = 0
     mixes_vocabulary: bool = False
     keeps_kv: bool = False
+    reads_every_pass: bool = False
+    """The head reads every pass and keeps its logits."""
     skips: bool = False
     """Tokens halt, and a halted one needs no computation."""
+    core: tuple[int, int] | None = None
+    """The first layer that is repeated and the one after the last, where only the middle of the stack is."""
+    free_passes: bool = False
+    """Some passes run without gradient."""
+    frozen: bool = False
+    """All passes do: only the method's own parameters are trained."""
     has_parameters: bool = False
     """The method has parameters of its own beside the backbone's."""
     token_rows: Mapping[str, int] = field(default_factory=dict)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from megaponder.config.schema import RunConfig
 
 
-def recomputed_layers(cfg: RunConfig, pass_index: int) -> int:
-    """How many of a stage's first layers are recomputed in this pass."""
+def recomputed_layers(cfg: RunConfig, pass_index: int, layers: int) -> int:
+    """How many of a stage's first layers, of `layers` in all, are recomputed in this pass."""
     par = cfg.parallel
-    assert cfg.model.num_layers
     if par.recompute == "none" or (par.recompute_passes is not None and pass_index >= par.recompute_passes):
         return 0
-    layers = cfg.model.num_layers // par.pipeline
     return layers if par.recompute_layers is None else min(layers, par.recompute_layers)

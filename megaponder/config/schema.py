@@ -79,6 +79,8 @@ class ParallelConfig:
     """Tensor-parallel size (TP)."""
     pipeline: int = declare(1, ge=1, aliases=("pp",))
     """Pipeline-parallel size (PP); passes become virtual stages."""
+    stage_layers: list[int] | None = declare(None, ge=1)
+    """Layers of each pipeline stage, for stages with different work; default: equal parts."""
     sequence: bool = declare(False, aliases=("sp",))
     """Sequence parallelism (SP): norms and residuals sharded over the tensor group."""
     distributed_optimizer: bool = False

@@ -195,13 +195,21 @@ class Backbone(nn.Module):
         x = words * (factor * self.config.embedding_scale)
         return x + self.embed_positions(positions) if self.config.positions == "learned" else x
 
-    def stack(self, x: Tensor, index: int, view: View, kept: list[tuple[Tensor, ...]] | None = None) -> Tensor:
-        """Pass `index` of rows [b, r, H] through all layers, without the final norm.
+    def stack(
+        self,
+        x: Tensor,
+        index: int,
+        view: View,
+        kept: list[tuple[Tensor, ...]] | None = None,
+        part: range | None = None,
+    ) -> Tensor:
+        """Pass `index` of rows [b, r, H] through all layers, or those of a part, without the final norm.
 
         `kept`, one tuple per layer: the keys and values that `view` needs from earlier passes; updated in place.
         """
         tables = rotary_tables(self.config, view.positions, x.dtype)
-        for i, layer in enumerate(self.layers):
+        for i in range(len(self.layers)) if part is None else part:
+            layer = self.layers[i]
             before = () if kept is None else kept[i]
             args = (x, tables, view, index * len(self.layers) + i, *before)
             if self.gradient_checkpointing and self.training:

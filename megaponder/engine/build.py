@@ -32,6 +32,7 @@ def build_stage(cfg: RunConfig, method: Method, groups: Groups) -> PonderStage:
         tp_rank=groups.tp_rank,
         tp=groups.tp_size,
         gated=cfg.model.gated,
+        up_factor=factor if method.scales_up else 1.0,
     )
     return stage
 

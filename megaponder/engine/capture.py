@@ -57,7 +57,8 @@ class _Graphs:
     outputs: list[Tensor]
     structure: Tree
     forward: torch.cuda.CUDAGraph
-    backward: torch.cuda.CUDAGraph
+    backward: torch.cuda.CUDAGraph | None
+    """None: no output has a gradient."""
     grads_out: list[Tensor | None]
     """Where the backward graph reads each output's gradient; None: there is none."""
     grads_in: list[Tensor | None]
@@ -90,6 +91,7 @@ class _Replay(torch.autograd.Function):
                 static.zero_()
             elif static.data_ptr() != given.data_ptr():
                 static.copy_(given)
+        assert graphs.backward is not None
         graphs.backward.replay()
         return (None, None, None, *(None if g is None else ctx.own(g) for g in graphs.grads_in))
 
@@ -133,7 +135,8 @@ class Captures:
         torch.cuda.synchronize()
         for graphs in self._graphs.values():
             graphs.forward.reset()
-            graphs.backward.reset()
+            if graphs.backward is not None:
+                graphs.backward.reset()
         self._graphs.clear()
         self._shared.clear()
 
@@ -216,7 +219,9 @@ class Captures:
         inputs = [t for t in static if t is not None]
         memory = self._pools.setdefault(pool, torch.cuda.graph_pool_handle())
         earlier = self._shared.get((p, slot, pool))  # of another variant
-        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        forward = torch.cuda.CUDAGraph()
+        backward: torch.cuda.CUDAGraph | None = None
+        grads_in: list[Tensor | None] = [None] * len(inputs)
         with self._recording(forward, memory):
             out = self._as_it_is(places, p, batch, incoming, state, step, tokens)
             made, shape = _pytree.tree_flatten(_output_tree(out, state))
@@ -225,10 +230,12 @@ class Captures:
             grads_out = [torch.zeros_like(o) if o.requires_grad else None for o in made]
         else:
             grads_out = earlier.grads_out
-        with self._recording(backward, memory):
-            grads_in = self._backward(inputs, made, grads_out)
-            if earlier is not None:
-                grads_in = _copied(grads_in, earlier.grads_in)
+        if any(g is not None for g in grads_out):
+            backward = torch.cuda.CUDAGraph()
+            with self._recording(backward, memory):
+                grads_in = self._backward(inputs, made, grads_out)
+                if earlier is not None:
+                    grads_in = _copied(grads_in, earlier.grads_in)
         self._owned |= {_place(o) for o in outputs}
         graphs = _Graphs(inputs, outputs, shape, forward, backward, grads_out, grads_in)
         self._shared.setdefault((p, slot, pool), graphs)

@@ -72,8 +72,11 @@ class PassChunk(nn.Module):
         incoming = None if message is None else unpack(message, self._runner.stage.method.rider_channels)
         out = self._runner(p, index, incoming, state, self._step)
         if isinstance(out, Objective):
-            return self._objective(out)
+            return self._runner.tied(p, self._objective(out), message)
         outgoing = pack(out).contiguous()
+        if outgoing is message:  # the stage holds no layer of this pass
+            outgoing = message.view_as(message)
+        outgoing = self._runner.tied(p, outgoing, message)
         if not p.last:
             outgoing = self._stash.put(index, state, outgoing)
         # the schedule may free the data of sent tensors, so it must own them
@@ -98,6 +101,8 @@ class Runner:
 
     def __init__(self, ddp: nn.Module, stage: Any, captures: Captures | None):
         self.ddp, self.stage, self.captures = ddp, stage, captures
+        self._cut: dict[Pass, bool] = {}
+        self._anchor = torch.zeros((), requires_grad=True)
 
     def __call__(self, p: Pass, index: int, incoming: Flow | None, state: PassState, step: Step) -> Flow | Objective:
         batch = step.batches[index]
@@ -105,3 +110,44 @@ class Runner:
             return self.captures.run(p, index, batch, incoming, state, step.number, step.tokens, step.flight)
         out: Flow | Objective = self.ddp(p, batch, incoming, state, step.number, step.tokens)
         return out
+
+    def tied(self, p: Pass, outgoing: Tensor, message: Tensor | None) -> Tensor:
+        """`outgoing` of a pass on this stage, so that its backward gives `message` a gradient in any case.
+
+        The neighbour that sent the message waits for its gradient, and megatron-core's schedule sends none where there
+        is none: in a pass without gradient, or in a method that detaches what it was given.  Whether that is so was
+        seen when the pass first ran, eagerly.
+        """
+        if not torch.is_grad_enabled():
+            return outgoing
+        if p not in self._cut:
+            self._cut[p] = not (outgoing.requires_grad and (message is None or reaches(outgoing, message)))
+        return _Tie.apply(outgoing, self._anchor if message is None else message) if self._cut[p] else outgoing
+
+
+class _Tie(torch.autograd.Function):
+    """The output as it is; the message gets a gradient of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, message: Tensor) -> Tensor:
+        ctx.like = message.new_empty(0), message.shape
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor]:
+        like, shape = ctx.like
+        return grad if ctx.needs_input_grad[0] else None, like.new_zeros(shape)
+
+
+def reaches(output: Tensor, leaf: Tensor) -> bool:
+    """Whether the backward of `output` arrives at a leaf."""
+    left, seen = [output.grad_fn], set()
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if getattr(node, "variable", None) is leaf:
+            return True
+        left += [following for following, _ in node.next_functions]
+    return False

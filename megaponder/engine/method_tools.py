@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
+from megaponder.decoding.noise import token_noise
 from megaponder.engine.mixture import vocabulary_mixture
 from megaponder.engine.row_kernels import only
 
@@ -62,8 +63,9 @@ class StageParts(Protocol):
 class StageEntryTools:
     """First stage: token embeddings."""
 
-    def __init__(self, stage: StageParts, tokens: int):
-        self._stage, self._tokens = stage, tokens
+    def __init__(self, stage: StageParts, batch: MicroBatch, step: Tensor | None):
+        self._stage, self._tokens = stage, batch.ids_bn.shape[1]
+        self._ids_bn, self._step = batch.ids_bn, step
 
     @property
     def modules(self) -> nn.ModuleDict:
@@ -71,6 +73,16 @@ class StageEntryTools:
 
     def embed(self, ids_bn: Tensor, factor: float = 1.0) -> Tensor:
         return self._stage.embedding(ids_bn, slots=ids_bn.shape[1] // self._tokens, factor=factor)
+
+    def noise(self, seed: int) -> Tensor:
+        stage, step = self._stage, -1 if self._step is None else self._step.long()
+        ids_nb = self._ids_bn.t()
+        at_nb = torch.arange(self._tokens, device=ids_nb.device)[:, None].expand_as(ids_nb)
+        if stage.config.sequence_parallel:
+            ids_nb, at_nb = (
+                scatter_to_sequence_parallel_region(x.contiguous(), group=stage.groups.tp) for x in (ids_nb, at_nb)
+            )
+        return token_noise(ids_nb, at_nb, seed, step, stage.config.hidden_size)
 
 
 class StageExitTools:
@@ -128,6 +140,10 @@ class StageExitTools:
             return self.scatter(stage.cross_entropy(h_sbh.detach(), labels))
         found = stage.cross_entropy(rows.gather(h_sbh.detach()), rows.all_gather().gather(labels))
         return rows.scatter(self.scatter(found))
+
+    def losses(self, h_sbh: Tensor) -> Tensor:
+        """Cross entropy of each token's target, with gradient: [tokens of this rank, b]."""
+        return self.scatter(self._stage.cross_entropy(h_sbh, self._batch.labels_bn.t().contiguous()))
 
     @torch.no_grad()
     def confidence(self, h_sbh: Tensor, active: Tensor) -> Tensor:

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from megaponder.data.batch import MicroBatch
 
 
+Hook = Callable[[Tensor], Tensor]
 LOSS_OF_PASS = "loss_pass"
 """Evaluation statistic: the loss if the model read out an earlier pass."""
 
@@ -66,7 +67,14 @@ def loss_of_pass(p: Pass) -> str:
 
 def is_watched(p: Pass, method: Method) -> bool:
     """Whether the loss of an earlier pass is meaningful: every token runs it, with one row."""
-    return not p.last and p.slots == 1 and p.reads is None and not method.skips
+    return not p.last and p.slots == 1 and p.reads is None and not method.skips and method.core is None
+
+
+def _cut(p: Pass, flow: Flow) -> Flow:
+    """What a pass without gradient passes on."""
+    if p.grad:
+        return flow
+    return Flow(flow.rows.detach(), None if flow.riders is None else flow.riders.detach())
 
 
 class PonderStage(MegatronModule):
@@ -76,7 +84,8 @@ class PonderStage(MegatronModule):
         super().__init__(config=transformer_config(cfg))
         m, built = cfg.model, parts(self.config, use_te(cfg.precision))
         self.method, self.groups, self.embedding_scale = method, groups, embedding_scale
-        self.recomputed = partial(recomputed_layers, cfg)
+        assert m.num_layers is not None
+        self.num_layers = m.num_layers
         self.skip_halted = cfg.ponder.skip_halted
         self.row_multiple = 1 if cfg.precision.fp8 == "none" else FP8_ALIGNMENT
         """The number of rows of a pass must be a multiple of this, gathered or not."""
@@ -96,6 +105,7 @@ class PonderStage(MegatronModule):
             pre_process=first,
             post_process=last,
         )
+        self.recomputed = partial(recomputed_layers, cfg, layers=len(self.decoder.layers))
         if last:
             self.final_norm = built.norm(self.config, self.config.hidden_size, self.config.layernorm_epsilon)
             self.output_layer = ColumnParallelLinear(
@@ -200,21 +210,31 @@ class PonderStage(MegatronModule):
         Returns the message for the next stage or pass, or the readout (last stage, last pass).  `watched`: the last
         stage also records the loss that the model would have if it read out this pass.
         """
+        entry_tools, exit_tools = StageEntryTools(self, batch, step), StageExitTools(self, batch, step)
+        into_core = into_coda = None
         if self.groups.is_first_stage:
-            tools = StageEntryTools(self, batch.ids_bn.shape[1])
-            flow = self.method.enter(p, batch.ids_bn, incoming, state.entry, tools)
+            with self._gradients(p, begins=True):
+                flow = self.method.enter(p, batch.ids_bn, incoming, state.entry, entry_tools)
+            into_core = lambda rows: self.method.into_core(p, rows, state.entry, entry_tools)  # noqa: E731
         else:
             assert incoming is not None
             flow = incoming
-        rows, state.kept = self._layers(p, flow, state.kept)
+        if self.groups.is_last_stage and p.last:
+            into_coda = lambda rows: self.method.into_coda(p, rows, state.exit, exit_tools)  # noqa: E731
+        rows, state.kept = self._layers(p, flow, state.kept, into_core, into_coda)
+        flow = _cut(p, Flow(rows, flow.riders))
         if not self.groups.is_last_stage:
-            return Flow(rows, flow.riders)
-        exit_tools = StageExitTools(self, batch, step)
+            return flow
         if p.last:
-            return self.method.readout(p, rows, flow.riders, state.exit, exit_tools)
+            return self.method.readout(p, flow.rows, flow.riders, state.exit, exit_tools)
         if watched:
-            state.exit[loss_of_pass(p)] = self.token_losses(exit_tools.norm(rows), batch)
-        return self.method.leave(p, rows, flow.riders, state.exit, exit_tools)
+            state.exit[loss_of_pass(p)] = self.token_losses(exit_tools.norm(flow.rows), batch)
+        return _cut(p, self.method.leave(p, flow.rows, flow.riders, state.exit, exit_tools))
+
+    @staticmethod
+    def _gradients(p: Pass, begins: bool = False) -> AbstractContextManager[Any]:
+        """Whether what runs inside has gradients; `begins`: it lies before the core, which pass 0 always trains."""
+        return nullcontext() if p.grad or (begins and p.index == 0) else torch.no_grad()
 
     def _riders_in_attention(self, riders: Tensor | None) -> Tensor | None:
         """Riders of the full sequence; each tensor rank's heads contribute to their gradient, which is summed."""
@@ -241,7 +261,10 @@ class PonderStage(MegatronModule):
         rows = Rows(active, self.groups.tp if self.config.sequence_parallel else None, self.places, unit)
         return None if rows.covers_all else rows
 
-    def _layers(self, p: Pass, flow: Flow, kept: Sequence[Kept]) -> tuple[Tensor, list[Kept]]:
+    def _layers(
+        self, p: Pass, flow: Flow, kept: Sequence[Kept], into_core: Hook | None, into_coda: Hook | None
+    ) -> tuple[Tensor, list[Kept]]:
+        """This stage's share of the pass's layers; the hooks run before its first layer of the core and of the coda."""
         x, out = flow.rows, []
         riders = self._riders_in_attention(flow.riders)
         whole = x.shape[0] * (self.groups.tp_size if self.config.sequence_parallel else 1)
@@ -253,9 +276,19 @@ class PonderStage(MegatronModule):
             x = own.gather(x)
             rotary = None if rotary is None else rotary[:, :, 0, 0][:, rows.index][:, :, :, None]
         recomputed = self.recomputed(p.index)
+        begin, end = self.method.core or (0, self.num_layers)
         for i, layer in enumerate(self.decoder.layers):
+            number = int(layer.layer_number) - 1
+            if into_core is not None and number >= begin:
+                x, into_core = self._into_core(p, x, into_core), None
+            if into_coda is not None and number >= end:
+                x, into_coda = into_coda(x), None
+            before = kept[i] if kept else ()
+            if p.layers is not None and not p.layers[0] <= number < p.layers[1]:
+                out.append(() if p.last else before)
+                continue
             precision = self.fp8.layer(i) if self.fp8 else nullcontext
-            final = self.groups.is_last_stage and i == len(self.decoder.layers) - 1
+            final = number == self.num_layers - 1
             reads = (p.slots, p.reads) if final and p.reads is not None else None
 
             def run(
@@ -263,25 +296,34 @@ class PonderStage(MegatronModule):
                 riders: Tensor | None,
                 *before: Tensor,
                 layer: Any = layer,
+                number: int = number,
                 reads: Reads | None = reads,
                 precision: Callable[[], AbstractContextManager[Any]] = precision,
             ) -> tuple[Tensor, Kept]:
                 def attend(q: Tensor, k: Tensor, v: Tensor, kept: Kept, core: Any) -> tuple[Tensor, Kept]:
-                    number = int(layer.layer_number) - 1
                     own: Any = self.method_layers[str(number)]
                     return self.method.attend(p, q, k, v, riders, kept, Attending(core, rows, active, number, own))
 
                 with precision():  # inside `run`, so that a recomputed layer enters it again
                     return layer(x, rotary, attend, before, reads)
 
-            before = kept[i] if kept else ()
-            if i < recomputed and torch.is_grad_enabled():
-                # non-reentrant, with carried tensors as explicit inputs and outputs: gradients stay exact
-                x, left = checkpoint(run, x, riders, *before, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x, left = run(x, riders, *before)
+            with self._gradients(p, begins=into_core is not None):
+                if i < recomputed and torch.is_grad_enabled():
+                    # non-reentrant, with carried tensors as explicit inputs and outputs: gradients stay exact
+                    x, left = checkpoint(run, x, riders, *before, use_reentrant=False, preserve_rng_state=False)
+                else:
+                    x, left = run(x, riders, *before)
             out.append(() if p.last else left)
+        if into_core is not None:  # the stage holds the prelude alone
+            x = self._into_core(p, x, into_core)
+        if into_coda is not None:  # there is no coda
+            x = into_coda(x)
         return (x if own is None else own.scatter(x, flow.rows)), out
+
+    def _into_core(self, p: Pass, x: Tensor, hook: Hook) -> Tensor:
+        with self._gradients(p, begins=True):
+            x = hook(x)
+        return x if p.grad else x.detach()
 
     # --- head ---------------------------------------------------------------------------------------------------------
     def local_logits(self, hidden_sbh: Tensor) -> Tensor:
@@ -314,7 +356,8 @@ class PonderStage(MegatronModule):
         if isinstance(out, Flow):
             return out
         tools = StageExitTools(self, batch, step)
-        found = objective(out, self.token_losses(out.hidden, batch), tools, tokens)
+        losses_nb = self.token_losses(out.hidden, batch) if out.losses is None else tools.gather(out.losses)
+        found = objective(out, losses_nb, tools, tokens)
         for name, losses_nb in state.exit.items():
             if name.startswith(LOSS_OF_PASS):
                 found.sums[name] = (losses_nb * tools.full_mask_nb).sum() / tokens

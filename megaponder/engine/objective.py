@@ -16,7 +16,7 @@ class Objective:
     """Share of one micro-batch in the global batch's means."""
 
     total: Tensor
-    """Loss plus auxiliary loss."""
+    """Loss, or the method's own one, plus auxiliary loss."""
     sums: dict[str, Tensor]
     """Loss, auxiliary loss and the method's statistics, each divided by the global token count; no gradient."""
     by_token: Tensor | None = None
@@ -27,7 +27,7 @@ class Objective:
 def objective(out: Readout, losses_nb: Tensor, tools: StageExitTools, tokens: Tensor) -> Objective:
     """`losses_nb`: cross entropy of every token of the sequence; `tokens`: valid targets of the global batch."""
     lm = (losses_nb * tools.full_mask_nb).sum() / tokens
-    total, sums = lm, {"loss": lm.detach()}
+    total, sums = lm if out.loss is None else out.loss.float() / tokens, {"loss": lm.detach()}
     if out.aux is not None:
         aux = out.aux.float() / tokens
         total = total + aux

@@ -9,6 +9,7 @@ from megaponder.config.gpus import Gpu
 from megaponder.config.method_facts import MethodFacts, OwnParameters
 from megaponder.config.rules.layout import choose_group
 from megaponder.config.schema import RunConfig
+from megaponder.config.stages import stage_sizes
 from megaponder.plan.advice import Change, savings
 from megaponder.plan.flops import StepFlops, mean_executed, mean_needed, plan_flops, steps_seen
 from megaponder.plan.memory import GIB, Memory, rank_memory, settle_graphs
@@ -25,7 +26,8 @@ class Layout:
     pipeline: int
     data: int
     sequence_parallel: bool
-    layers_per_stage: int
+    stage_layers: tuple[int, ...]
+    """Layers of each stage."""
     micro_batches: int
     """Micro-batches of one rank in a step with the full batch."""
     microbatch_group: int | None
@@ -109,7 +111,7 @@ def build_plan(cfg: RunConfig, method: Any, facts: MethodFacts, world_size: int,
             pipeline=par.pipeline,
             data=dp,
             sequence_parallel=par.sequence,
-            layers_per_stage=cfg.model.num_layers // par.pipeline,
+            stage_layers=tuple(stage_sizes(cfg)),
             micro_batches=m,
             microbatch_group=(par.microbatch_group or choose_group(m, par.pipeline)) if interleaved else None,
         ),

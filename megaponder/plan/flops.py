@@ -14,11 +14,12 @@ The unit is one real token: a pass with m slots a token runs m rows of the stack
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megaponder.config.method_facts import MethodLike, PassLike
 from megaponder.config.recompute import recomputed_layers
 from megaponder.config.schema import ModelConfig, RunConfig
+from megaponder.config.stages import run_in, stage_range
 from megaponder.plan.layer import key_flops, linear_flops, unread_flops
 
 BACKWARD = 2.0
@@ -37,6 +38,8 @@ class PassFlops:
     attention: float
     head: float
     extra: float
+    trained: float = 1.0
+    """Share of them that has a backward: all, or in passes without gradient the prelude of the first one."""
 
     @property
     def total(self) -> float:
@@ -68,7 +71,7 @@ class StepFlops:
 
     def needed_of(self, active: Sequence[float]) -> float:
         """`needed`, if only these shares of the tokens take part in each pass."""
-        return (1 + BACKWARD) * sum(a * p.total for a, p in zip(active, self.passes, strict=True))
+        return sum(a * (1 + BACKWARD * p.trained) * p.total for a, p in zip(active, self.passes, strict=True))
 
     def executed_of(self, active: Sequence[float]) -> float:
         """`executed`, if only these shares of the tokens are computed in each pass."""
@@ -76,11 +79,12 @@ class StepFlops:
         return self.needed_of(active) + sum(a * s * (p.linear + p.attention) for a, s, p in parts)
 
 
-def attention_flops(model: ModelConfig, tokens: int, slots: float) -> float:
-    """Attention FLOPs of the stack per token, forward, causal half: m rows a token, each of m n rows sees its past."""
+def attention_flops(model: ModelConfig, tokens: int, slots: float, layers: int | None = None) -> float:
+    """Attention FLOPs of the stack (or of `layers` layers) per token, forward, causal half: m rows a token, each of m n
+    rows sees its past."""
     assert model.num_layers
     mean_keys = (slots * tokens + 1) / 2
-    return model.num_layers * key_flops(model) * slots * mean_keys
+    return (model.num_layers if layers is None else layers) * key_flops(model) * slots * mean_keys
 
 
 def pass_flops(cfg: RunConfig, method: MethodLike, p: PassLike) -> PassFlops:
@@ -88,14 +92,19 @@ def pass_flops(cfg: RunConfig, method: MethodLike, p: PassLike) -> PassFlops:
     model = cfg.model
     assert model.vocab_size and model.hidden_size and model.num_layers
     unread = 0 if p.reads is None else p.slots - len(p.reads)
-    return PassFlops(
+    layers = run_in(range(model.num_layers), p.layers)
+    made = PassFlops(
         index=p.index,
         slots=p.slots,
-        linear=p.slots * model.num_layers * linear_flops(model) - unread * unread_flops(model),
-        attention=p.key_sets * attention_flops(model, cfg.data.sequence_length, p.slots),
+        linear=p.slots * layers * linear_flops(model) - unread * unread_flops(model),
+        attention=p.key_sets * attention_flops(model, cfg.data.sequence_length, p.slots, layers),
         head=2.0 * model.vocab_size * model.hidden_size if p.last else 0.0,
         extra=method.extra_flops(p, model.vocab_size),
     )
+    if p.grad:
+        return made
+    prelude = method.core[0] if p.index == 0 and method.core is not None else 0
+    return replace(made, trained=prelude / layers * (made.linear + made.attention) / made.total)
 
 
 def step_flops(cfg: RunConfig, method: MethodLike, step: int = 0) -> StepFlops:
@@ -105,10 +114,16 @@ def step_flops(cfg: RunConfig, method: MethodLike, step: int = 0) -> StepFlops:
 
 def plan_flops(cfg: RunConfig, method: MethodLike, plan: Sequence[PassLike]) -> StepFlops:
     """FLOPs of a plan."""
-    stages, layers = cfg.parallel.pipeline, cfg.model.num_layers
-    assert layers
-    again = tuple(recomputed_layers(cfg, p.index) * stages / layers for p in plan)
-    return StepFlops(tuple(pass_flops(cfg, method, p) for p in plan), again)
+    return StepFlops(tuple(pass_flops(cfg, method, p) for p in plan), tuple(_again(cfg, p) for p in plan))
+
+
+def _again(cfg: RunConfig, p: PassLike) -> float:
+    """Share of the layers of a pass that its backward recomputes."""
+    if not p.grad:
+        return 0.0
+    stages = [stage_range(cfg, i) for i in range(cfg.parallel.pipeline)]
+    again = sum(run_in(layers[: recomputed_layers(cfg, p.index, len(layers))], p.layers) for layers in stages)
+    return again / sum(run_in(layers, p.layers) for layers in stages)
 
 
 def mean_needed(cfg: RunConfig, method: MethodLike) -> float:

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from megaponder.config.in_flight import in_flight
+from megaponder.config.in_flight import in_flight, largest_sum
 from megaponder.config.method_facts import MethodFacts, OwnParameters, PassLike
 from megaponder.config.recompute import recomputed_layers
 from megaponder.config.rules.layout import choose_group
 from megaponder.config.schema import ParallelConfig, PrecisionConfig, RunConfig
+from megaponder.config.stages import run_in, stage_range
 from megaponder.plan.layer import attention_bytes, mlp_elements, norms_bytes, pre_norms_bytes
 from megaponder.plan.parameters import NONE, Parameters, rank_parameters
 
@@ -90,18 +91,28 @@ def rank_memory(
     flight = sum(held_at_once.places) if _captured(cfg, te) else held_at_once.passes
 
     tokens = cfg.train.micro_batch * cfg.data.sequence_length
-    layers = model.num_layers // par.pipeline
-    per_pass = []
+    own_layers = stage_range(cfg, stage)
+    layers, per_pass = len(own_layers), []
     for p, share in zip(passes, active or [1.0] * len(passes), strict=True):
         read = stage == par.pipeline - 1 and (p.last or facts.mixes_vocabulary)
-        recomputed = recomputed_layers(cfg, p.index)
-        per_pass.append(_pass_activations(cfg, tokens * p.slots, layers, recomputed, te, read, share))
+        first = own_layers[: recomputed_layers(cfg, p.index, layers)]
+        run, recomputed = (run_in(part, _trained_layers(facts, p)) for part in (own_layers, first))
+        kept = _pass_activations(cfg, tokens * p.slots, run, recomputed, te, read, share)
+        # the outputs of a captured pass have a place of their own; what enters the core stays for its later passes
+        held_back = facts.core is not None and stage == 0 and p.index == 0
+        kept += layer_input(cfg, tokens * p.slots) * ((not p.grad and _captured(cfg, te)) + held_back)
+        per_pass.append(kept)
     if facts.keeps_kv:
         per_pass = [
             a + (0 if p.last else layers * _kept(cfg, tokens * p.slots, te))
             for a, p in zip(per_pass, passes, strict=True)
         ]
-    activations = sum(per_pass) * flight / len(passes)
+    if not facts.free_passes:
+        activations = sum(per_pass) * flight / len(passes)
+    elif _captured(cfg, te):
+        activations = sum(kept * places for kept, places in zip(per_pass, held_at_once.places, strict=True))
+    else:
+        activations = largest_sum(stage, par.pipeline, tuple(per_pass), m, group)
     if _captured(cfg, te):  # each place has room of its own for what a layer's backward works with
         largest = max(p.slots for p in passes) * tokens
         activations += (flight - 1) * _working(cfg, largest)
@@ -112,6 +123,8 @@ def rank_memory(
     if stage == par.pipeline - 1:
         columns = model.padded_vocab // par.tensor
         vocabulary = 2.0 * tokens * columns * e  # logits and their gradient
+        if facts.reads_every_pass:
+            vocabulary += tokens * columns * e * max(0, flight - held_at_once.of_pass[-1])
         if facts.mixes_vocabulary:
             mixing = sum(not p.last for p in passes) / len(passes)
             # each keeps its probabilities; captured, it has room of its own for the gradient's two steps besides
@@ -123,6 +136,13 @@ def rank_memory(
         activations=int(activations),
         vocabulary=int(vocabulary),
     )
+
+
+def _trained_layers(facts: MethodFacts, p: PassLike) -> tuple[int, int] | None:
+    """The part of the stack whose backward a pass needs, as `Pass.layers` would say it."""
+    if p.grad:
+        return p.layers
+    return (0, facts.core[0]) if p.index == 0 and facts.core is not None else (0, 0)
 
 
 def fullest(

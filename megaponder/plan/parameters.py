@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 from megaponder.config.method_facts import MethodFacts, OwnParameters
 from megaponder.config.schema import ModelConfig, RunConfig
+from megaponder.config.stages import stage_range
 from megaponder.plan.layer import layer_parameters, norm_parameters
 
 NONE = OwnParameters()
@@ -48,9 +49,9 @@ def rank_parameters(cfg: RunConfig, facts: MethodFacts, stage: int, own: OwnPara
     tp, pp = cfg.parallel.tensor, cfg.parallel.pipeline
     first, last = stage == 0, stage == pp - 1
     rows = cfg.model.padded_vocab // tp
-    layers = cfg.model.num_layers // pp
-    method = own.on(slice(stage * layers, (stage + 1) * layers), first, last)
-    parts = _parts(cfg.model, tp, layers, rows, first, last, method)
+    layers = stage_range(cfg, stage)
+    method = own.on(slice(layers.start, layers.stop), first, last)
+    parts = _parts(cfg.model, tp, len(layers), rows, first, last, method)
     copied = last and not first and (facts.mixes_vocabulary or bool(cfg.model.tie_embeddings))
     return _with(parts, copies=rows * (cfg.model.hidden_size or 0) if copied else 0)
 

@@ -137,7 +137,8 @@ def print_plan(cfg: RunConfig, plan: Plan, console: Console) -> None:
     table.columns[1].justify = "left"
     table.add_row("GPUs", f"{lay.world_size} = tensor {lay.tensor} x pipeline {lay.pipeline} x data {lay.data}")
     table.add_row("sequence parallel", "yes" if lay.sequence_parallel else "no")
-    table.add_row("layers per stage", str(lay.layers_per_stage))
+    sizes = [str(n) for n in lay.stage_layers]
+    table.add_row("layers per stage", sizes[0] if len(set(sizes)) == 1 else ", ".join(sizes))
     most, length = len(plan.flops.passes), cfg.data.sequence_length
     varies = abs(plan.mean_passes - most) > 1e-9
     passes = f"{plan.mean_passes:.3g} passes each in the mean, {most} at most" if varies else f"{most} passes each"

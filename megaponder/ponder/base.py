@@ -54,6 +54,13 @@ class Pass:
     """Slots whose output `leave` or `readout` uses, None for all: the last layer computes only these rows (after its
     attention, where the others still serve as keys), and the method receives only these."""
 
+    layers: tuple[int, int] | None = None
+    """The first layer that this pass runs and the one after its last, counted over the model; None: all.  A stage runs
+    those that it holds."""
+    grad: bool = True
+    """False: its layers run without gradient and keep nothing for a backward (truncated backpropagation through depth).
+    Such passes come first in a plan.  In pass 0 `enter`, the layers before the core and `into_core` do have gradients,
+    so that what later passes use of `carry` trains them; `leave` has gradients for what it puts into `carry`."""
     key_sets: int = 1
     """Sets of keys, of as many rows as the pass has, that a row attends to (for the FLOPs count)."""
 
@@ -67,6 +74,10 @@ class EntryTools(Protocol):
 
     def embed(self, ids_bn: Tensor, factor: float = 1.0) -> Tensor:
         """Embeddings [s, b, H] of ids [b, n*slots]: factor * scale * table[ids], plus learned positions if any."""
+
+    def noise(self, seed: int) -> Tensor:
+        """Standard normal numbers cut off at 3, FP32 [s, b, H], a function of seed, step, position and id: the same in
+        every layout, after a resume, and in decoding (`decoding.noise.token_noise`); evaluation is step -1."""
 
 
 class ExitTools(Protocol):
@@ -115,6 +126,10 @@ class ExitTools(Protocol):
 
     def target_loss(self, h_sbh: Tensor, active: Tensor) -> Tensor:
         """Cross entropy of each active token's target, FP32 without gradient [tokens of this rank, b]."""
+
+    def losses(self, h_sbh: Tensor) -> Tensor:
+        """Cross entropy of each token's target under the head, FP32 with gradient [tokens of this rank, b]; h is
+        final-normed."""
 
     def confidence(self, h_sbh: Tensor, active: Tensor) -> Tensor:
         """Each active token's largest next-token probability under the head, FP32 without gradient [tokens of this
@@ -180,6 +195,11 @@ class Readout:
     scores: dict[int, Tensor] = field(default_factory=dict)
     """With `Method.forced`: by number of passes, what decides whether a token runs one more; more passes for higher
     values [tokens, b]."""
+    losses: Tensor | None = None
+    """Beside `loss`: `ExitTools.losses(hidden)`, if the method has computed it; the head then does not run again."""
+    loss: Tensor | None = None
+    """The method's own loss, which replaces the cross entropy of `hidden`: a SUM over this rank's valid tokens.  The
+    reported loss stays the cross entropy."""
 
 
 @dataclass(frozen=True)
@@ -210,6 +230,10 @@ class Method:
     """R: per-row values that ride with the rows through every stage."""
     mixes_vocabulary: bool = False
     """`leave` calls tools.mixture: the last stage then holds a copy of the input table."""
+    reads_every_pass: bool = False
+    """`leave` calls tools.losses: logits of every pass are kept for their backward."""
+    scales_up: bool = False
+    """SwiGLU's up matrices are drawn like the output projections, where `initialisation` is left to the method."""
     keeps_kv: bool = False
     """`attend` keeps tensors for the next pass."""
     halts: bool = False
@@ -232,6 +256,11 @@ class Method:
     """Evaluation: what decoding leaves out is left out, where training and `forward` weigh it instead."""
     window: Window | None = None
     """Depths that a budget leaves open; None: there is no budget."""
+
+    core: tuple[int, int] | None = None
+    """For methods that repeat the middle of the stack: the first layer of the core and the one after its last.  Layers
+    before it, the prelude, must lie on the first stage, those after it, the coda, on the last; `Pass.layers` says which
+    passes run them."""
 
     def __init__(self, options: Any, shape: Shape):
         self.options, self.shape = options, shape
@@ -286,6 +315,15 @@ class Method:
     ) -> Flow:
         """Rows that enter pass p on the first stage; `feedback` is None in pass 0."""
         return Flow(tools.embed(ids_bn))
+
+    def into_core(self, p: Pass, rows: Tensor, carry: dict[str, Tensor], tools: EntryTools) -> Tensor:
+        """Rows that enter the core, on the first stage; `rows` are what `enter` gave, in passes that run the prelude
+        its output."""
+        return rows
+
+    def into_coda(self, p: Pass, rows: Tensor, carry: dict[str, Tensor], tools: ExitTools) -> Tensor:
+        """Rows that enter the coda, on the last stage in the last pass."""
+        return rows
 
     def active(self, p: Pass, riders: Tensor | None) -> Tensor | None:
         """Tokens that take part in pass p, bool [s, b], from the riders; None: all."""

@@ -175,6 +175,45 @@ BROKEN: list[Broken] = [
         parallel__overlap_param_gather=True,
         parallel__distributed_optimizer=True,
     ),
+    broken(
+        "parallel.recompute_passes",
+        "runs without gradient; leave it out",
+        facts=MethodFacts(max_passes=4, free_passes=True),
+        parallel__recompute="layer",
+        parallel__recompute_passes=1,
+    ),
+    broken("parallel.pipeline", "or set parallel.stage_layers", world=5, parallel__pipeline=5),
+    broken("parallel.stage_layers", "for example [6, 6]", world=2, parallel__pipeline=2, parallel__stage_layers=[12]),
+    broken("parallel.stage_layers", "add up to 11", world=2, parallel__pipeline=2, parallel__stage_layers=[5, 6]),
+    broken("parallel.stage_layers", "at least 1", world=2, parallel__pipeline=2, parallel__stage_layers=[0, 12]),
+    broken(
+        "parallel.pipeline",
+        "the first stage holds 3 layers and must hold all 4 of the prelude",
+        world=4,
+        facts=MethodFacts(max_passes=4, core=(4, 10)),
+        parallel__pipeline=4,
+    ),
+    broken(
+        "parallel.stage_layers",
+        "the last stage holds 1 layers and must hold all 2 of the coda",
+        world=2,
+        facts=MethodFacts(max_passes=4, core=(4, 10)),
+        parallel__pipeline=2,
+        parallel__stage_layers=[11, 1],
+    ),
+    broken(
+        "parallel.overlap_grad_reduce",
+        "the others have no gradient",
+        facts=MethodFacts(frozen=True, has_parameters=True),
+        train__method_only_steps=10**6,
+        parallel__overlap_grad_reduce=True,
+    ),
+    broken(
+        "train.method_only_steps",
+        "trains its own parameters alone, in every step",
+        facts=MethodFacts(frozen=True, has_parameters=True),
+        train__steps=50,
+    ),
     broken("ponder.skip_halted", "never halts tokens", ponder__skip_halted=True),
     broken("parallel.deallocate_pipeline_outputs", "gloo", machine=CPU, parallel__deallocate_pipeline_outputs=True),
     broken("parallel.timeout_minutes", "more than 0", parallel__timeout_minutes=0.0),
@@ -309,10 +348,12 @@ class Drawn:
 
     name, options = "drawn", None
     rider_channels, mixes_vocabulary, keeps_kv, skips = 2, True, True, False
+    core, reads_every_pass = None, False
 
     class Pass:
         def __init__(self, slots: int):
             self.index, self.last, self.slots, self.feedback_slots = 0, False, slots, 1
+            self.layers, self.grad = None, True
 
     def longest(self, seed: int) -> list[Drawn.Pass]:
         return self.passes(seed, 1 - seed)

@@ -127,7 +127,10 @@ def test_gradient_checkpointing_changes_no_gradient(method: str) -> None:
         net(ids(2, 6), labels=ids(2, 6)).loss.backward()
         grads.append({k: p.grad for k, p in net.named_parameters()})
     for name, grad in grads[0].items():
-        close(grads[1][name], grad)
+        if grad is None:  # of a gate that only chooses what is read out
+            assert grads[1][name] is None
+        else:
+            close(grads[1][name], grad)
 
 
 @torch.no_grad()

@@ -19,6 +19,13 @@ CASES: dict[str, dict[str, Any]] = {
     "loop-drawn": {
         "family": "llama", "method": "loop", "options": {"extra_passes": 2, "draw": "lognormal", "draw_to": 3},
     },
+    "huginn": {
+        "family": "llama", "method": "huginn",
+        "options": {"prelude": 1, "coda": 1, "recurrence": 4, "kept": 2, "draw": "fixed"},
+    },
+    "ouro": {
+        "family": "llama", "method": "ouro", "options": {"loops": 3}, "features": {"norm_placement": "sandwich"},
+    },
     "ponderlm": {"family": "pythia", "method": "ponderlm", "options": {"steps": 2}},
     "ponderlm2-drawn": {"family": "llama", "method": "ponderlm2", "options": {"jacobi_from": 1, "jacobi_to": 3}},
     "ponderlm3": {"family": "llama", "method": "ponderlm3", "options": {"latents": 2, "ramp_end": 4}},
@@ -48,6 +55,9 @@ SPREAD: dict[str, dict[str, Any]] = {
     "vanilla-pp2": CASES["vanilla"] | {"pipeline": 2, "micro_batches": 4},
     "ponderlm-pp2": CASES["ponderlm"] | {"pipeline": 2, "micro_batches": 5},
     "ponderlm2-drawn-pp2": CASES["ponderlm2-drawn"] | {"pipeline": 2, "micro_batches": 3},
+    "huginn-pp2": CASES["huginn"] | {"pipeline": 2, "micro_batches": 4},
+    "huginn-tp2": CASES["huginn"] | {"tensor": 2},
+    "ouro-pp2": CASES["ouro"] | {"pipeline": 2, "micro_batches": 4},
     "loop-drawn-pp2": CASES["loop-drawn"] | {"pipeline": 2, "micro_batches": 4},
     "adaponderlm-gathered-pp2": CASES["adaponderlm-gathered"] | {"pipeline": 2, "micro_batches": 4},
     "loop-pp2-recompute": CASES["loop"] | {"pipeline": 2, "micro_batches": 4, "recompute": True},
@@ -71,7 +81,7 @@ def test_captured_is_eager(name: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["delayed", "current", "blockwise"])
-@pytest.mark.parametrize("name", ["ponderlm", "adaponderlm"])
+@pytest.mark.parametrize("name", ["ponderlm", "adaponderlm", "huginn"])
 def test_captured_is_eager_in_fp8(name: str, precision: str) -> None:
     pytest.importorskip("transformer_engine")
     _compare(CASES[name], precision)

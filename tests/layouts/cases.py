@@ -24,6 +24,8 @@ class Case:
     """Leave halted tokens out of the computation."""
     steps: int = 1
     """Training steps that are run; the last one's numbers are compared."""
+    stages: dict[int, list[int]] = field(default_factory=dict)
+    """Layers of each stage, by the number of stages; else equal parts."""
 
 
 CASES = {
@@ -142,6 +144,21 @@ CASES = {
     "qk-norm-gqa": Case("qwen3", "ponderlm2", {"latents": 1, "jacobi": 1}, {"num_kv_heads": 2, "head_size": 12}),
     "sandwich-gqa": Case("llama", "loop", {"extra_passes": 1}, {"norm_placement": "sandwich", "num_kv_heads": 2}),
     "halfway-llama": Case("llama", "halfway"),
+    "huginn-llama": Case(
+        "llama",
+        "huginn",
+        {"prelude": 1, "coda": 1, "recurrence": 3, "kept": 2, "draw_to": 4},
+        {"num_layers": 4, "num_kv_heads": 2, "tie_embeddings": True},
+        steps=4,  # 4, 2, 1 and 4 recurrences
+        stages={2: [1, 3], 3: [1, 2, 1]},
+    ),
+    "ouro-sandwich": Case(
+        "llama",
+        "ouro",
+        {"loops": 3, "entropy_weight": 0.2, "exit_threshold": 0.7},
+        {"norm_placement": "sandwich", "rotary_base": 1e6},
+    ),
+    "detached-llama": Case("llama", "detached"),
     "everything-llama": Case("llama", "sink", {}, {"num_kv_heads": 2}),
     "everything-deep": Case("pythia", "sink", {}, {"num_layers": 6}),  # PP = 2 and 3 divide it
 }
@@ -226,7 +243,7 @@ def cases_of(layout: Layout) -> list[str]:
         if not (chosen or WHOLE):
             continue
         layers = case.model.get("num_layers", 2)
-        if (layers == 2 or layout.deep) and layers % layout.pipeline == 0:
+        if (layers == 2 or layout.deep) and (layers % layout.pipeline == 0 or layout.pipeline in case.stages):
             found.append(name)
     return found
 
@@ -242,13 +259,14 @@ def run_config(case: Case, layout: Layout) -> RunConfig:
     cfg.parallel = ParallelConfig(
         tensor=layout.tensor,
         pipeline=layout.pipeline,
+        stage_layers=case.stages.get(layout.pipeline),
         sequence=layout.sequence,
         distributed_optimizer=layout.distributed_optimizer,
         overlap_grad_reduce=layout.overlap,
         overlap_param_gather=layout.overlap and layout.distributed_optimizer,
         recompute=layout.recompute,  # type: ignore[arg-type]
         recompute_layers=layout.parts,
-        recompute_passes=layout.parts,
+        recompute_passes=None if case.method == "huginn" else layout.parts,
     )
     return resolve(cfg)
 

@@ -72,3 +72,21 @@ class Sink(Method):
         weight = tools.modules["gate"](slot(h, 2, 0)).sigmoid()
         hidden = weight * slot(h, 2, 0) + (1 - weight) * slot(h, 2, 1)
         return Readout(hidden, 0.3 * carry["cost"].sum(), {"active": carry["active"].sum()})
+
+
+@register
+class Detached(Method):
+    name, summary = "detached", "test method: nothing that it feeds back or reads out has a gradient to the pass before"
+
+    def passes(self, seed: int, step: int | None) -> tuple[Pass, ...]:
+        return (Pass(0, False), Pass(1, False), Pass(2, True))
+
+    def exit_modules(self) -> dict[str, nn.Module]:
+        return {"gate": nn.Linear(self.shape.hidden_size, 1)}
+
+    def enter(self, p, ids_bn, feedback, carry, tools):  # type: ignore[no-untyped-def]
+        return Flow(tools.embed(ids_bn) + (0 if feedback is None else feedback.rows))
+
+    def leave(self, p, rows, riders, carry, tools):  # type: ignore[no-untyped-def]
+        h = tools.norm(rows.detach())
+        return Flow(h * tools.modules["gate"](h).sigmoid() if p.index else h.detach())

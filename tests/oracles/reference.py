@@ -27,6 +27,8 @@ class Result:
     """Passes that each token ran [n]."""
     cost: Callable[[Tensor], Tensor] | None = None
     """Auxiliary loss, a sum over the tokens of a mask [n]."""
+    objective: Callable[[Tensor], Tensor] | None = None
+    """The same of the loss that replaces the cross entropy in the gradients."""
 
 
 def causal(n: int) -> Tensor:
@@ -91,8 +93,15 @@ class Oracle:
             x = F.gelu(x, approximate="tanh" if self.m.activation == "gelu_tanh" else "none")
         return self.linear(x, f"{name}.linear_fc2")
 
-    def stack(self, x: Tensor, positions: Tensor, logit_bias: Tensor | None = None, keys: Keys | None = None) -> Tensor:
-        for i in range(self.m.num_layers):
+    def stack(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        logit_bias: Tensor | None = None,
+        keys: Keys | None = None,
+        layers: range | None = None,
+    ) -> Tensor:
+        for i in range(self.m.num_layers) if layers is None else layers:
             at = f"decoder.layers.{i}"
             normed = self.norm(x, f"{at}.input_layernorm")
             attended = self.attention(normed, positions, f"{at}.self_attention", logit_bias, keys)
@@ -117,10 +126,10 @@ class Oracle:
 
     def run(self, ids: Tensor, method: str, options: dict[str, Any], labels: Tensor | None = None) -> Result:
         """Logits, and for the adaptive methods depth and auxiliary loss, of a sequence [n]."""
-        from tests.oracles import adaptive
+        from tests.oracles import adaptive, looped
 
-        if method in adaptive.METHODS:
-            return adaptive.METHODS[method](self, ids, options, labels)
+        if (found := (adaptive.METHODS | looped.METHODS).get(method)) is not None:
+            return found(self, ids, options, labels)
         return Result(self._plain(ids, method, options))
 
     def _plain(self, ids: Tensor, method: str, options: dict[str, Any]) -> Tensor:
@@ -154,16 +163,17 @@ class Oracle:
         self, ids_bn: Tensor, labels_bn: Tensor, mask_bn: Tensor, method: str, options: dict[str, Any]
     ) -> tuple[Tensor, Weights]:
         """Mean cross entropy over the valid targets of the batch, and the gradient of every weight."""
-        total = torch.zeros((), dtype=torch.float64)
+        total, objective = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
         aux = torch.zeros((), dtype=torch.float64)
         for ids, labels, mask in zip(ids_bn, labels_bn, mask_bn, strict=True):
             result = self.run(ids, method, options, labels)
             losses = F.cross_entropy(result.logits, labels, reduction="none")
             total = total + (losses * mask).sum()
+            objective = objective + ((losses * mask).sum() if result.objective is None else result.objective(mask))
             if result.cost is not None:
                 aux = aux + result.cost(mask)
         loss = total / mask_bn.sum()
-        grads = torch.autograd.grad(loss + aux / mask_bn.sum(), list(self.w.values()), allow_unused=True)
+        grads = torch.autograd.grad((objective + aux) / mask_bn.sum(), list(self.w.values()), allow_unused=True)
         return loss.detach(), {
             k: torch.zeros_like(v) if g is None else g for (k, v), g in zip(self.w.items(), grads, strict=True)
         }

@@ -120,7 +120,7 @@ def test_random_plans_are_averaged() -> None:
 
     class Drawn:
         name, options, rider_channels = "drawn", None, 0
-        mixes_vocabulary, keeps_kv, skips = False, False, False
+        mixes_vocabulary, keeps_kv, skips, core, reads_every_pass = False, False, False, None, False
 
         def passes(self, seed: int, step: int) -> Any:
             return method.passes(seed, step) * (1 + step % 2)
@@ -129,6 +129,21 @@ def test_random_plans_are_averaged() -> None:
             return 0.0
 
     assert mean_needed(cfg, Drawn()) == pytest.approx(1.5 * mean_needed(cfg, method))
+
+
+def test_truncated_depth_saves_backwards() -> None:
+    """Huginn, 2 + 4 r + 2 layers, r = 33, of which 8 are trained: 136 forward and 2 * 36 backward, not 408."""
+    options = {"prelude": 2, "coda": 2, "recurrence": 33, "draw": "fixed"}
+    cfg = config("llama-410m", "huginn", **options, kept=8)
+    cfg.model.num_layers = 8
+    flops = step_flops(cfg, method_of(cfg))
+    h, tokens, layer = 1024, 2048, flops.passes[1].linear / 4 + flops.passes[1].attention / 4
+    head, adapter = 2 * 50304 * h, 4 * h * h
+    assert flops.forward == pytest.approx(136 * layer + head + 33 * adapter)
+    assert flops.needed == pytest.approx(208 * layer + 3 * head + (33 + 2 * 8) * adapter)
+    assert layer == pytest.approx(2 * (4 * h * h + 3 * h * cfg.model.ffn_size) + 2 * h * (tokens + 1))
+    cfg.parallel.recompute = "layer"  # of the trained passes alone
+    assert step_flops(cfg, method_of(cfg)).executed - flops.needed == pytest.approx((8 * 4 + 2) * layer)
 
 
 def test_a_decoded_token_costs_its_rows_once() -> None:

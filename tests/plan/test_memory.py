@@ -88,6 +88,7 @@ def measure(cases: list[dict[str, Any]]) -> list[tuple[int, int]]:
 
 
 def test_counts_match_what_is_built_and_saved() -> None:
+    from megaponder.plan.build import own_parameters
     from megaponder.plan.parameters import model_parameters
 
     layers: list[dict[str, Any]] = [
@@ -100,11 +101,16 @@ def test_counts_match_what_is_built_and_saved() -> None:
         for method in ("loop", "ponderlm")
     ]
     methods.append(methods[0] | {"recompute": "layer", "parts": 1})  # one of two layers, in one of the passes
+    ends: dict[str, Any] = {"method": "huginn", "prelude": 1, "coda": 1, "recurrence": 4, "kept": 2, "draw": "fixed"}
+    methods.append(methods[0] | {"layers": 6} | ends)
+    methods.append({"shape": "sandwich", "dtype": "fp32", "recompute": "none", "layers": 2, "method": "ouro"})
     cases = [case | {"layers": n} for case in layers for n in (2, 3)] + methods
     found = run_workers("tests.plan.test_memory:measure", 1, args={"cases": cases})[0]
 
     for case, (parameters, _) in zip(cases, found, strict=True):
-        assert model_parameters(config(**case).model, padded=True).total == parameters, case
+        cfg = config(**case)
+        own = own_parameters(method_of(cfg), case["layers"])
+        assert model_parameters(cfg.model, own, padded=True).total == parameters, case
     for i, case in enumerate(layers):  # a third layer more
         cfg = config(**case, layers=2)
         kept = layer_input if case["recompute"] == "layer" else layer_activations
@@ -115,7 +121,9 @@ def test_counts_match_what_is_built_and_saved() -> None:
         cfg = config(**case)
         method = method_of(cfg)
         memory = rank_memory(cfg, facts_of(method), method.passes(0, 0), 1, 0)
-        logits = BATCH * TOKENS * VOCAB * (4 + 4)  # of the head, which was not run
+        logits = BATCH * TOKENS * VOCAB * (4 + 4)  # of the head, which was not run, and their gradient
+        if method.reads_every_pass:  # here the head was run
+            logits //= 2
         held = memory.activations + memory.vocabulary - logits
         if cfg.parallel.recompute == "layer":  # the layer whose backward runs: none does here
             held -= layer_activations(cfg, BATCH * TOKENS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from megaponder.config.rules.case import Case, Rule, divisors, nearest_divisor, nearest_multiple, require
+from megaponder.config.stages import stage_sizes
 
 
 def tensor_divides_widths(c: Case) -> None:
@@ -39,11 +40,35 @@ def sequence_parallel_divides(c: Case) -> None:
 
 
 def pipeline_divides_layers(c: Case) -> None:
-    """Each stage holds the same number of layers."""
-    pp, layers = c.cfg.parallel.pipeline, c.cfg.model.num_layers
+    """Each stage holds the same number of layers, or those that the configuration gives it."""
+    pp, layers, sizes = c.cfg.parallel.pipeline, c.cfg.model.num_layers, c.cfg.parallel.stage_layers
     assert layers
-    rule = f"it must divide model.num_layers = {layers}"
-    require(layers % pp == 0, "parallel.pipeline", pp, rule, f"the nearest is {nearest_divisor(pp, layers)}")
+    if sizes is None:
+        rule = f"it must divide model.num_layers = {layers}"
+        fix = f"the nearest is {nearest_divisor(pp, layers)}"
+        fix += ", or set parallel.stage_layers" if pp <= layers else ""
+        require(layers % pp == 0, "parallel.pipeline", pp, rule, fix)
+        return
+    even = [layers // pp + (i < layers % pp) for i in range(pp)]
+    fix = f"for example {even}" if pp <= layers else "use a smaller parallel.pipeline"
+    rule = f"it must list the layers of parallel.pipeline = {pp} stages"
+    require(len(sizes) == pp, "parallel.stage_layers", sizes, rule, fix)
+    rule = f"they add up to {sum(sizes)} and must add up to model.num_layers = {layers}"
+    require(sum(sizes) == layers, "parallel.stage_layers", sizes, rule, fix)
+
+
+def ends_hold_prelude_and_coda(c: Case) -> None:
+    """What enters the core is computed on the first stage, what leaves it on the last."""
+    if c.facts.core is None or c.cfg.parallel.pipeline == 1:
+        return
+    (begin, end), layers, sizes = c.facts.core, c.cfg.model.num_layers or 0, stage_sizes(c.cfg)
+    for what, need, has, where in (("prelude", begin, sizes[0], "first"), ("coda", layers - end, sizes[-1], "last")):
+        rule = f"the {where} stage holds {has} layers and must hold all {need} of the {what}"
+        fix, given = f"give the {where} stage more layers with parallel.stage_layers", c.cfg.parallel.stage_layers
+        if given is None:
+            require(has >= need, "parallel.pipeline", c.cfg.parallel.pipeline, rule, fix)
+        else:
+            require(has >= need, "parallel.stage_layers", given, rule, f"give the {where} stage more layers")
 
 
 def replica_divides_world(c: Case) -> None:
@@ -127,6 +152,13 @@ def overlap_has_what_it_needs(c: Case) -> None:
         require(p.overlap_grad_reduce, field, True, "it needs parallel.overlap_grad_reduce", fix)
 
 
+def overlap_needs_all_gradients(c: Case) -> None:
+    """megatron-core reduces a bucket when each of its gradients has arrived."""
+    rule = f"with these options {c.cfg.ponder.method} trains its own parameters alone, and the others have no gradient"
+    ok = not (c.cfg.parallel.overlap_grad_reduce and c.facts.frozen)
+    require(ok, "parallel.overlap_grad_reduce", True, rule, "use false")
+
+
 def skipping_needs_halting(c: Case) -> None:
     """Only a method whose halted tokens need no computation can leave them out."""
     rule = f"method {c.cfg.ponder.method} never halts tokens, so there are none to skip"
@@ -136,7 +168,10 @@ def skipping_needs_halting(c: Case) -> None:
 
 def recompute_names_layers_and_passes(c: Case) -> None:
     """Partial recompute that is disabled, or larger than the model, would silently do nothing."""
-    p, layers = c.cfg.parallel, (c.cfg.model.num_layers or 1) // c.cfg.parallel.pipeline
+    p, layers = c.cfg.parallel, max(stage_sizes(c.cfg))
+    if p.recompute_passes is not None:
+        rule = f"it counts passes from the first, which {c.cfg.ponder.method} runs without gradient"
+        require(not c.facts.free_passes, "parallel.recompute_passes", p.recompute_passes, rule, "leave it out")
     for name, value, most, of in (
         ("recompute_layers", p.recompute_layers, layers, "layers of a pipeline stage"),
         ("recompute_passes", p.recompute_passes, c.facts.max_passes, "passes"),
@@ -160,10 +195,12 @@ RULES: tuple[Rule, ...] = (
     tensor_divides_vocabulary,
     sequence_parallel_divides,
     pipeline_divides_layers,
+    ends_hold_prelude_and_coda,
     replica_divides_world,
     batch_divides,
     passes_fill_the_pipeline,
     overlap_has_what_it_needs,
+    overlap_needs_all_gradients,
     skipping_needs_halting,
     recompute_names_layers_and_passes,
     gloo_keeps_outputs,

@@ -55,6 +55,9 @@ def method_only_needs_parameters(c: Case) -> None:
     steps, method = c.cfg.train.method_only_steps, c.cfg.ponder.method
     rule = f"method {method} has no parameters of its own to train alone"
     require(steps == 0 or c.facts.has_parameters, "train.method_only_steps", steps, rule, "use 0")
+    if c.facts.frozen and c.cfg.train.steps:
+        rule = f"with these options {method} trains its own parameters alone, in every step"
+        require(steps >= c.cfg.train.steps, "train.method_only_steps", steps, rule, f"use {c.cfg.train.steps}")
 
 
 def warmup_and_decay_fit(c: Case) -> None:

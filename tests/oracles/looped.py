@@ -1,0 +1,74 @@
+"""Float64 models of the looped methods; see `reference`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megaponder.decoding.noise import token_noise
+from tests.oracles.reference import Oracle, Result
+
+
+def recurrent(o: Oracle, ids: Tensor, options: dict[str, Any], labels: Tensor | None, retrofit: bool) -> Result:
+    """Training (with labels) is step 0 with a fixed number of recurrences, of which the first have no gradient."""
+    n, h, positions = len(ids), o.table.shape[1], torch.arange(len(ids))
+    layers, r = o.m.num_layers, options["recurrence"]
+    begin, end = options["prelude"], layers - options["coda"]
+    e = o.stack(o.embed(ids, positions), positions, layers=range(begin))
+    std = math.sqrt(2 / (5 * h)) * (1.0 if retrofit else math.sqrt(h))
+    state = std * token_noise(ids, positions, 0, -1 if labels is None else 0, h).double()
+    assert state.shape == (n, h)
+    for i in range(r):
+        joined = torch.cat([state, e], dim=-1) @ o.w["method_entry.adapter.weight"].T
+        state = o.stack(joined, positions, layers=range(begin, end))
+        if labels is not None and i < r - options["kept"]:
+            state = state.detach()
+    x = state if retrofit else o.norm(state, "final_norm")
+    x = o.stack(x, positions, layers=range(end, layers))
+    return Result(o.norm(x, "final_norm") @ o.head.T)
+
+
+def ouro(o: Oracle, ids: Tensor, options: dict[str, Any], labels: Tensor | None) -> Result:
+    """Logits of the loop at which the exit distribution reaches the threshold; in training of the last one."""
+    positions, loops = torch.arange(len(ids)), options["loops"]
+    h, states, gates = o.embed(ids, positions), [], []
+    for _ in range(loops):
+        h = o.norm(o.stack(h, positions), "final_norm")
+        states.append(h)
+    second = options.get("stage", 1) == 2
+    seen = [s.detach() for s in states] if second else states
+    gates = [(s @ o.w["method_modules.gate.weight"].T + o.w["method_modules.gate.bias"])[:, 0] for s in seen]
+    going = torch.ones(len(ids), dtype=torch.float64)
+    chances = []
+    for gate in gates[:-1]:
+        chances.append(going * gate.sigmoid())
+        going = going * (1 - gate.sigmoid())
+    p = torch.stack([*chances, going])  # [loops, n]
+    logits = torch.stack([s @ o.head.T for s in states])
+    if labels is None:
+        q = options.get("exit_threshold", 1.0)
+        at = (p.cumsum(0) >= q).long().argmax(0) if q < 1 else torch.full((len(ids),), loops - 1)
+        return Result(logits[at, torch.arange(len(ids))])
+    losses = torch.stack([F.cross_entropy(z, labels, reduction="none") for z in logits])
+
+    def objective(mask: Tensor) -> Tensor:
+        if not second:
+            entropy = -(p * p.log()).sum(0)
+            return (((p * losses).sum(0) - options["entropy_weight"] * entropy) * mask).sum()
+        gains = (losses[:-1] - losses[1:]).clamp(min=0).detach()
+        target = (50 * (gains - 0.005)).sigmoid()
+        judges = torch.stack(gates[:-1] if options["judges"] == "next" else gates[1:])
+        return (F.binary_cross_entropy_with_logits(-judges, target, reduction="none").mean(0) * mask).sum()
+
+    return Result(logits[-1], objective=objective)
+
+
+METHODS = {
+    "huginn": lambda *a: recurrent(*a, retrofit=False),
+    "retrofit": lambda *a: recurrent(*a, retrofit=True),
+    "ouro": ouro,
+}
