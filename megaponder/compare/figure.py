@@ -39,10 +39,11 @@ def draw(groups: Sequence[Group]) -> Any:
     for by in ("text", "frequency"):
         if any(depth.classes(g, by, "depth") for g in groups):
             panels.append(partial(_classes, by=by))
-    rows = (len(panels) + 1) // 2
-    figure = Figure(figsize=(11, 4.1 * rows + 0.25 * ((len(groups) + 2) // 3)), layout="constrained")
+    columns = 2 if len(panels) <= 4 else 3
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(5.5 * columns, 4.1 * rows + 0.25 * ((len(groups) + 2) // 3)), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(rows, 2).flatten()
+    axes = figure.subplots(rows, columns).flatten()
     for place, panel in zip(axes, panels, strict=False):
         panel(place, groups)
         place.grid(alpha=0.25, linewidth=0.6)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -253,9 +253,16 @@ def grouped(results: Sequence[Result], labels: Mapping[str, str]) -> list[Group]
     return [Group(label, tuple(members)) for label, members in made.items()]
 
 
-def notes_of(groups: Iterable[Group]) -> list[str]:
+def notes_of(groups: Sequence[Group]) -> list[str]:
     """What has to be said of the groups' runs."""
     said: list[str] = []
+    results = [r for g in groups for r in g.results]
+    without = [r.name for r in results if not r.sweep]
+    if 0 < len(without) < len(results):
+        said.append(
+            f"{', '.join(without)}: not measured at other depths, so not among the best at equal FLOPs of inference; "
+            "megaponder eval RUN --depth does it."
+        )
     for group in groups:
         for result in group.results:
             said += result.notes

@@ -262,7 +262,7 @@ def _classes(tokens: Tokens, by: str, labels: Sequence[str], index: np.ndarray) 
             "by": by,
             "class": label,
             "share": _mean(here),
-            "depth": None if tokens.depth is None else _mean(tokens.depth[here]),
+            "depth": None if tokens.shuffled is None or tokens.depth is None else _mean(tokens.depth[here]),
             "loss": _mean(tokens.own[here]),
             "losses": [_mean(row[here]) for row in tokens.losses],
         }

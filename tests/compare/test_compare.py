@@ -85,6 +85,61 @@ def test_two_runs_become_files_in_one_command(tmp_path: Path, capsys: pytest.Cap
     assert float(rows[1]["needed"]) == pytest.approx(0.9 * float(rows[1]["executed"]))
 
 
+def analysis(shift: float = 0.0, depth: float = 1.6) -> dict[str, Any]:
+    """What `megaponder eval --depth` tells of a model with three passes, in part."""
+
+    def gain(share: float) -> dict[str, float]:
+        return {"share": share, "score": 0.06 + shift, "random": 0.04, "hindsight": 0.1}
+
+    decisions = [
+        {"after": k, "benefit": b, "standard_error": 0.001, "rank_correlation": 0.3 + shift, "gain": [gain(0.5)]}
+        for k, b in ((1, 0.2), (2, 0.1))
+    ]
+    kinds = [
+        {"by": by, "class": name, "share": 0.5, "depth": d, "loss": 3.0, "losses": [3.3, 3.1, 3.0]}
+        for by, name, d in (
+            ("text", "word start", depth + 0.2),
+            ("text", "digits", depth - 0.2),
+            ("frequency", "rank 1 to 10", depth),
+        )
+    ]
+    chance = {"loss": 3.1, "minus_policy": 0.02 + shift, "standard_error": 0.002}
+    policy = {"depth": depth, "depth_nll_correlation": -0.1, "shuffled": chance, "uniform": chance}
+    return {"losses": [3.3 + shift, 3.1, 3.0], "decisions": decisions, "classes": kinds, "policy": policy}
+
+
+def test_what_passes_bring_and_who_gets_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [make(tmp_path / f"a{s}", "adaponderlm", seed=s) for s in (1, 2)] + [make(tmp_path / "v", "vanilla")]
+    for s, run in enumerate(runs[:2]):
+        told = evaluated(3.1, analysis=analysis(0.02 * s))
+        told["sweep"] = [
+            {"variant": v, "kind": kind, "loss": loss, "flops_per_token": flops}
+            for v, kind, loss, flops in (
+                ("as trained", "as trained", 3.1, 2e5), (f"share 0.6, threshold {s}", "halting", 3.2 + 0.1 * s, 1e5),
+                ("random, threshold 1", "random", 2.9, 1e5), ("share 0.8", "halting", 3.3, 1.5e5),
+            )
+        ]  # fmt: skip
+        (run / "eval.json").write_text(json.dumps(told))
+    (runs[2] / "eval.json").write_text(json.dumps(evaluated(3.4)))
+    assert main(["compare", *map(str, runs), "--out", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    assert "Losses in the tables are of text (500 targets)" in out and "3.1000 ± 0.0000" in out and "1.4167" in out
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "| adaponderlm | 1 | 3.3100 | 0.2000 | 0.3100 | 0.0700 | 0.0400 | 0.1000 |" in lines
+    assert "| adaponderlm | 1.60 | +0.0300 ± 0.0100 | +0.0300 ± 0.0100 | -0.10 |" in lines
+    assert "| word start | 1.80 | 0.300 |" in lines
+    # chance is no candidate for the best; what is dearer and worse is left out
+    best = [line for line in lines if line.startswith("| adaponderlm | share")]
+    assert best == ["| adaponderlm | share 0.6, threshold 0 | 1e+05 | 3.2500 |"]
+    page = (tmp_path / "out" / "compare.html").read_text()
+    assert page.count("<table>") == 6 and "Does the score know whom a pass helps?" in page
+    latex = (tmp_path / "out" / "compare.tex").read_text()
+    assert latex.count(r"\begin{tabular}") == 6
+    rows = list(csv.DictReader((tmp_path / "out" / "compare.csv").open()))
+    assert [float(r["shuffled_minus_own"] or "nan") for r in rows[:2]] == pytest.approx([0.02, 0.04])
+    assert rows[2]["loss_after_1"] == ""
+
+
 def test_seeds_are_one_curve_with_its_spread(tmp_path: Path) -> None:
     runs = [make(tmp_path / f"v{s}", "vanilla", seed=s, shift=0.1 * s) for s in (1, 2, 3)]
     runs += [make(tmp_path / f"p{s}", "ponderlm", seed=s) for s in (1, 2, 3)]

@@ -103,7 +103,34 @@ def test_a_budget_of_tokens_counts_what_earlier_batches_were(base: Base):
 @pytest.fixture(scope="module")
 def resharded(base: Base) -> str:
     """All layouts of LAYOUTS, continued from the one-process checkpoint of step 3; returns what they printed."""
-    return run("run_many", 2, jobs=[base.copy(n) | changes for n, changes in LAYOUTS.items()])[1]
+    jobs = [base.copy(n) | changes for n, changes in LAYOUTS.items()]
+    halves = evaluated(base, "evaluated-pp2") | {"parallel__pipeline": 2, "ponder__skip_halted": True}
+    return run("run_many", 2, jobs=[*jobs, halves])[1]
+
+
+def evaluated(base: Base, name: str) -> dict[str, object]:
+    """Two steps of a model whose tokens may halt, with two sets of held-out data and the loss after each pass."""
+    sets = {"held": [f"{base.data}/valid"], "seen": [f"{base.data}/train"]}
+    return {
+        "run": str(base.root / name), "data": base.data, "data__valid": sets, "train__steps": 2,
+        "ponder__method": "adaponderlm", "ponder__options": {"steps": 2}, "train__eval_depths_every": 2,
+    }  # fmt: skip
+
+
+def test_named_sets_and_every_depth_in_an_evaluation(base: Base, resharded: str):
+    run("run_many", 1, jobs=[evaluated(base, "evaluated")])
+    one, two = (base.rows(name)[2] for name in ("evaluated", "evaluated-pp2"))
+    losses = [name for name in one if name.startswith(("validation_loss", "ponder_valid_loss_pass"))]
+    assert losses == [
+        "validation_loss", "validation_loss_held", "validation_loss_seen",
+        *(f"ponder_valid_loss_pass{k}" for k in range(3)),
+    ]  # fmt: skip
+    np.testing.assert_allclose([two[n] for n in losses], [one[n] for n in losses], RTOL, ATOL)
+    assert min(one["validation_loss_held"], one["validation_loss_seen"]) < one["validation_loss"]
+    assert max(one["validation_loss_held"], one["validation_loss_seen"]) > one["validation_loss"]
+    # all gates are open at the start: the model's own depth is the last pass
+    assert one["ponder_valid_loss_pass2"] == pytest.approx(one["validation_loss"], rel=1e-6)
+    assert abs(one["ponder_valid_loss_pass0"] - one["validation_loss"]) > 1e-4
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
