@@ -81,3 +81,43 @@ def test_log_likelihoods_are_the_models_own(tmp_path: Path, method: str) -> None
         for (one,), (other,), choice in zip(got, batched, ("er", " more"), strict=True):
             assert float(one[0]) == pytest.approx(float(other[0]), rel=1e-4), (text, choice)
     assert alone["words"] == together["words"] and any(words[0][0] for words in alone["words"])
+
+
+def test_tasks_of_a_run_of_its_export_and_in_the_loop_are_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason="the extra megaponder[eval] is not installed")
+    _write_tasks(tmp_path)
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": f"{t} {t}"}) + "\n" for t in TEXTS * 4))
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+
+    def call(*words: str) -> None:
+        command = [sys.executable, "-m", "megaponder", *words]
+        done = subprocess.run(command, cwd=tmp_path, env=os.environ | offline, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+
+    call("prepare", "text.jsonl", "--tokenizer", "bytes", "--output", "data")
+    (tmp_path / "run.yaml").write_text("model: {family: llama, num_layers: 1, hidden_size: 16, num_heads: 2}\n")
+    train = ["--train.steps", "3", "--train.global_batch", "2", "--train.eval_batches", "0", "--optimizer.lr", "0.01"]
+    data = ["--data.train", "data", "--data.sequence_length", "16", "--data.tokenizer", "bytes"]
+    tasks = ["--train.tasks", "rolling", "--train.tasks_folder", str(tmp_path), "--train.tasks_every", "2"]
+    call(
+        "train",
+        "run.yaml",
+        "--run",
+        "run",
+        *train,
+        *data,
+        *tasks,
+        "--model.max_positions",
+        "64",
+        "--logging.every",
+        "1",
+    )
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    told = {row["step"]: row["task_rolling_bits_per_byte"] for row in rows if "task_rolling_bits_per_byte" in row}
+    assert list(told) == [2, 3] and told[2] != told[3]
+    call("export", "run", "hf")
+    for path in ("run", "hf"):
+        call("eval", path, "--tasks", "rolling", "--tasks-folder", str(tmp_path), "--json", f"{path}.json")
+        [values] = json.loads((tmp_path / f"{path}.json").read_text())["tasks"].values()
+        assert values["bits_per_byte,none"] == pytest.approx(told[3], rel=1e-5), path
