@@ -21,7 +21,8 @@ STEPS = 2
 
 
 def scaled(path: Path, run: Path, dataset: str) -> RunConfig:
-    """The file's run with two layers (or as few as the method needs) of width 32 on a dataset of ids below VOCAB - 1, for two steps."""
+    """The file's run for two steps on a dataset of ids below VOCAB - 1, with width 32 and two layers or as few as the
+    method needs."""
     cfg = copy.deepcopy(resolve(load_config(path, [])))
     small: dict[str, dict[str, Any]] = {
         # heads of 8 channels: a quarter of them is still an even number
@@ -32,6 +33,7 @@ def scaled(path: Path, run: Path, dataset: str) -> RunConfig:
         "parallel": {"tensor": 1, "pipeline": 1, "sequence": False},
         "train": {"steps": STEPS, "tokens": None, "global_batch": 4, "micro_batch": 4, "eval_batches": 1,
                   "batch_rampup": None},
+        "checkpoint": {"load": None},
         "logging": {"every": 1, "tensorboard": False},
     }  # fmt: skip
     for section, fields in small.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megaponder.cli.parser import Commands, add_plugin
+from megaponder.export.public_code import METHODS
 
 SUMMARY = "convert a Hugging Face folder to a checkpoint to start from"
 
@@ -14,7 +15,13 @@ examples
   megaponder train configs/pythia-410m-ponderlm.yaml --checkpoint.load runs/pythia-410m
 
 GPT-NeoX (Pythia), Llama and GPT-2 folders and this project's own exports are read, from safetensors only, and load in
-any layout.  The logits of both models are compared before anything is written.
+any layout.  The logits of both models are compared before anything is written.  OUT/config.yaml starts a training from
+the import: megaponder train OUT/config.yaml --data.train DATA --train.tokens N
+
+Folders that the public code of PonderLM and PonderLM-2 saved become models of the method that trained them.  The
+config.json of PonderLM-2 does not say which one that was: --method does.
+
+  megaponder import hf/PonderLM-2-Pythia-410m runs/ponderlm2 --method ponderlm2
 """
 
 
@@ -25,7 +32,11 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("out", metavar="OUT", help="run folder to write; it gets one checkpoint, of step 0")
     parser.add_argument(
         "--ignore", nargs="+", default=[], metavar="FIELD",
-        help="fields of config.json that may be ignored although they cannot be represented here",
+        help="fields of config.json to leave out, of those that are known to be without effect",
+    )  # fmt: skip
+    parser.add_argument(
+        "--method", choices=METHODS, metavar="NAME",
+        help=f"what trained a folder of PonderLM-2's code: {', '.join(METHODS)}",
     )  # fmt: skip
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
     parser.add_argument(
@@ -48,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
             force=args.force,
             tolerance=args.tolerance,
             trust_remote_code=args.trust_remote_code,
+            method=args.method,
         )
     )
     return 0

@@ -22,8 +22,9 @@ from megaponder.config import launcher
 from megaponder.errors import ConfigError
 
 T = TypeVar("T")
-Change = Literal["refused", "warned", "free"]
-"""What happens to a value that differs from the checkpoint's: an error, a warning, or nothing."""
+Change = Literal["refused", "asked", "warned", "free"]
+"""What happens to a value that differs from the checkpoint's: an error, an error unless `checkpoint.load_changes` names
+the field, a warning, or nothing."""
 LARGEST = 2**31 - 1
 """Bound of integers that declare none: what arrays and messages can number."""
 

@@ -67,7 +67,7 @@ class ModelConfig:
     """Rotary embedding of queries and keys (RoPE), or a learned table that is added to the token embeddings."""
     rotary_fraction: float | None = feature(gt=0, le=1)
     """Part of each head that is rotated (pythia 0.25, llama 1.0); without effect on learned positions."""
-    rotary_base: float | None = feature(gt=0, aliases=("rope_theta",))
+    rotary_base: float | None = feature(gt=0, load="asked", aliases=("rope_theta",))
     """RoPE theta."""
     parallel_residual: bool | None = feature()
     """x + attn(norm1 x) + mlp(norm2 x) instead of two residual steps (pythia)."""

@@ -187,6 +187,8 @@ class TrainConfig:
     """Examples of each task that are used; 0: all."""
     method_only_steps: int = declare(0, ge=0, unit="steps")
     """Number of first steps in which only the method's own parameters (gates, routers) are trained."""
+    method_lr: float | None = declare(None, gt=0, le=1, resume="warned")
+    """Learning rate in these first steps; default: the schedule's."""
     seed: int = declare(1234, ge=0, resume="warned")
     """Seed of initialisation, data order and the method's random plan."""
     deterministic: bool = declare(False, compared=False)
@@ -209,6 +211,8 @@ class CheckpointConfig:
     """Continue from the newest complete checkpoint of the run folder: if there is one, never, or fail without one."""
     load: str | None = None
     """Checkpoint folder to start from (weights only) when the run folder has none."""
+    load_changes: list[str] = declare([])
+    """Fields of the model that may differ from those of `load`: model.rotary_base, to train on for longer texts."""
 
 
 @dataclass

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megaponder.config.load import dump
 from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError
 from megaponder.export import folder, names, native, reference
 from megaponder.export.formats import FORMATS
-from megaponder.export.import_config import run_config
+from megaponder.export.import_config import run_config, start_config
+from megaponder.export.public_code import UNUSED, kind_of
 from megaponder.export.requirements import require_transformers
 from megaponder.export.save import save_weights
 from megaponder.ponder.settings import table_rows
@@ -27,13 +29,21 @@ class Imported:
     parameters: int
     max_difference: float
     """Largest difference from the Hugging Face model's logits, over the largest logit."""
+    code: str | None = None
+    """PonderLM or PonderLM-2: the public code that saved the folder."""
 
     def __str__(self) -> str:
-        model = self.config.model
+        model, ponder = self.config.model, self.config.ponder
+        options = ", ".join(f"{name} {value}" for name, value in ponder.options.items() if self.code)
+        theirs = (
+            f"those of this project's decoding of a {self.code} folder" if self.code else "the Hugging Face model's"
+        )
         return (
-            f"{self.checkpoint}: {model.family} model of {self.parameters:,} parameters, method "
-            f"{self.config.ponder.method}.\n"
-            f"Logits equal the Hugging Face model's: largest difference {self.max_difference:.1e} of the largest logit."
+            f"{self.checkpoint}: {model.family} model of {self.parameters:,} parameters, method {ponder.method}"
+            f"{f' ({options})' if options else ''}.\n"
+            f"Logits equal {theirs}: largest difference {self.max_difference:.1e} of the largest logit.\n"
+            f"Train from it: megaponder train {self.checkpoint.parents[1] / 'config.yaml'} --data.train DATA "
+            "--train.tokens N"
         )
 
 
@@ -45,38 +55,45 @@ def import_hf(
     force: bool = False,
     tolerance: float = 1e-4,
     trust_remote_code: bool = False,
+    method: str | None = None,
 ) -> Imported:
     """Write the run folder `out` with one weights-only checkpoint (step 0) of a Hugging Face folder.
 
-    GPT-NeoX, Llama and GPT-2 folders become vanilla models, exports with modelling code keep their method.  Only
+    GPT-NeoX, Llama and GPT-2 folders become vanilla models, exports with modelling code keep their method, and so do
+    folders of the public PonderLM and PonderLM-2 code; of the latter `method` must say which one it is.  Only
     safetensors are read, and modelling code that is not this version's is run only with `trust_remote_code`.  Start
-    training from it with `checkpoint.load`; a different method may be set there.
-    Raises UserError for a config field that the backbones cannot represent (unless named in `ignore`), for weights that
-    do not match, and if the logits of the two models differ by more than `tolerance` of the largest logit.
+    training from it with the config.yaml of `out`; a different method may be set there.
+    Raises UserError for a config field that the backbones cannot represent, or that `ignore` names without its being
+    known to be harmless, for weights that do not match, and if the logits of the two models differ by more than
+    `tolerance` of the largest logit.
     """
     require_transformers("megaponder import")
     reference.check_tolerance(tolerance)
     source, out = Path(source), Path(out)
     hf = folder.read_json(source, "config.json")
-    cfg = run_config(hf, source, out, frozenset(ignore or ()))
+    cfg = run_config(hf, source, out, frozenset(ignore or ()), method)
     tensors = folder.read_weights(source)
     if bad := sorted(name for name, t in tensors.items() if t.is_floating_point() and not t.isfinite().all()):
         raise UserError(f"{source}: {bad[0]} has values that are not finite.")
-    count = sum(t.numel() for t in tensors.values())
-    from megaponder.export.load import load_folder, refuse_too_large
+    from megaponder.export.load import build_model, load_folder, refuse_too_large
 
     refuse_too_large(source, hf, tensors)
-    state = names.to_stage(to_plain(hf, tensors, cfg), cfg.model, table_rows(cfg))
+    plain = to_plain(hf, tensors, cfg)
+    count = sum(t.numel() for t in plain.values())
+    state = names.to_stage(plain, cfg.model, table_rows(cfg))
     del tensors
-    prompts = reference.prompts(cfg)
-    model = load_folder(source, trust_remote_code=trust_remote_code)
+    prompts, code = reference.prompts(cfg), kind_of(hf)
+    # transformers' class would run a public folder without its passes
+    model = build_model(cfg, plain) if code else load_folder(source, trust_remote_code=trust_remote_code)
+    del plain
     theirs = [reference.export_logits(model, ids) for ids in prompts]
     del model
     with reference.engine(cfg, state) as engine:
         ours = [reference.engine_logits(engine, ids, tolerance) for ids in prompts]
         worst = reference.agree(out, ours, theirs, tolerance)
         checkpoint = save_weights(out / "checkpoints", cfg, engine.stage, force=force)
-    return Imported(checkpoint, cfg, count, worst)
+    dump(start_config(cfg, out), out / "config.yaml")
+    return Imported(checkpoint, cfg, count, worst, code)
 
 
 def to_plain(hf: dict[str, Any], tensors: names.Tensors, cfg: RunConfig) -> names.Tensors:
@@ -84,6 +101,8 @@ def to_plain(hf: dict[str, Any], tensors: names.Tensors, cfg: RunConfig) -> name
     model = cfg.model
     assert model.num_heads is not None
     form = FORMATS.get(hf["model_type"])
+    if kind_of(hf) is not None:
+        tensors = {name: tensor for name, tensor in tensors.items() if not UNUSED.fullmatch(name)}
     plain = tensors if form is None else native.from_native(tensors, form, model.num_heads)
     if model.tie_embeddings:
         plain = {name: tensor for name, tensor in plain.items() if name != "lm_head.weight"}

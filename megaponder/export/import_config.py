@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,39 +12,75 @@ from megaponder.config.schema import DataConfig, PonderConfig, RunConfig
 from megaponder.errors import ConfigError, UserError
 from megaponder.export.configs import PONDER_FIELDS
 from megaponder.export.folder import has_tokenizer
-from megaponder.export.hf_fields import model_config
+from megaponder.export.hf_fields import model_config, refuse_ignored
+from megaponder.export.public_code import pondering
 from megaponder.ponder.settings import check_shape
 
 MUST = {"family", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "vocab_size"}
 """Fields of the model section that every folder with a modelling file has."""
 
 
-def run_config(hf: dict[str, Any], source: Path, out: Path, ignore: frozenset[str]) -> RunConfig:
-    """The resolved configuration of an import; UserError if it does not describe a valid model."""
+def run_config(
+    hf: dict[str, Any], source: Path, out: Path, ignore: frozenset[str], method: str | None = None
+) -> RunConfig:
+    """The resolved configuration of an import; UserError if it does not describe a valid model.
+
+    `method` is what the user says of a folder of PonderLM-2's code (`public_code`).
+    """
     where = str(source / "config.json")
     try:
-        cfg = _run_config(hf, source, out, ignore, where)
+        cfg = _run_config(dict(hf), source, out, ignore, where, method)
         check_shape(cfg)
     except ConfigError as error:
         raise UserError(f"{where}: {error}") from None
     return cfg
 
 
-def _run_config(hf: dict[str, Any], source: Path, out: Path, ignore: frozenset[str], where: str) -> RunConfig:
-    ponder = PonderConfig()
+def start_config(cfg: RunConfig, out: Path) -> RunConfig:
+    """The run folder's own config.yaml: what a training that starts from an import needs beside data and a budget.
+
+    End-of-document ids are those of the datasets, which know them.
+    """
+    return replace(
+        cfg,
+        data=replace(cfg.data, eod_id=None),
+        checkpoint=replace(cfg.checkpoint, load=str(out)),
+        run=f"{out}-trained",
+    )
+
+
+def _loss_mask(hf: dict[str, Any], public: bool) -> Any:
+    """The rule that trained the model: others' vanilla models learned to end documents; here the default, which is that
+    of the public pondering code, leaves these targets out."""
+    ours = public or hf.get("model_type") == "megaponder" or "megaponder_version" in hf
+    return DataConfig.loss_mask if ours else "plain"
+
+
+def _run_config(
+    hf: dict[str, Any], source: Path, out: Path, ignore: frozenset[str], where: str, method: str | None
+) -> RunConfig:
+    refuse_ignored(hf, ignore, where)
+    ponder, public = PonderConfig(), pondering(hf, method, where)
+    mask = _loss_mask(hf, public is not None)
     if hf.get("model_type") == "megaponder":
         model_fields = {ours: hf[theirs] for ours, theirs in PONDER_FIELDS.items() if theirs in hf}
         # an older version's folder has only its family's features, which the family fills in
         if lacking := sorted({t for ours, t in PONDER_FIELDS.items() if ours in MUST} - hf.keys()):
             raise UserError(f"{where}: {lacking[0]} is missing.")
-        method = {"method": hf["method"], "options": hf["method_options"]}
-        whole = from_mapping({"model": {**model_fields, "embedding_scale": hf["embedding_scale"]}, "ponder": method})
+        said = {"method": hf["method"], "options": hf["method_options"]}
+        whole = from_mapping({"model": {**model_fields, "embedding_scale": hf["embedding_scale"]}, "ponder": said})
         section, ponder = whole.model, whole.ponder
     else:
-        section = model_config(hf, where, ignore)
+        section = model_config(hf, where)
+        if public is not None:
+            section = replace(section, embedding_scale=public.embedding_scale)  # type: ignore[arg-type]
+            ponder = PonderConfig(public.method, public.options)
     eos = hf.get("eos_token_id")
+    if isinstance(eos, list) and eos:
+        eos = eos[0]  # the others end turns of a chat
     data = DataConfig(
         sequence_length=int(section.max_positions or 0),
+        loss_mask=mask,
         eod_id=eos if type(eos) is int and 0 <= eos < int(section.vocab_size or 0) else None,
         tokenizer=str(source) if has_tokenizer(source) else None,
     )

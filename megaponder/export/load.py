@@ -12,6 +12,7 @@ from megaponder.errors import UserError, first_line
 from megaponder.export import code, configs, folder, names
 from megaponder.export.formats import FORMATS
 from megaponder.export.import_config import run_config
+from megaponder.export.public_code import kind_of, ponders
 from megaponder.ponder.registry import methods
 
 if TYPE_CHECKING:
@@ -95,6 +96,11 @@ def _class(path: Path, fields: dict[str, Any], trust_remote_code: bool) -> Any:
 
             return MegaponderForCausalLM
         return code.load(path, reference, sources)
+    if ponders(fields):
+        raise UserError(
+            f"{path}: this is a pondering model of {kind_of(fields)}, which transformers would run as a vanilla one; "
+            "make a run of it with megaponder import, and use that."
+        )
     kind = fields.get("model_type")
     if not isinstance(kind, str) or kind not in FORMATS:
         known = ", ".join([*FORMATS, "megaponder"])

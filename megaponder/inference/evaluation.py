@@ -58,7 +58,7 @@ def by_depth(
         words = load_tokenizer(cfg.data.tokenizer) if cfg.data.tokenizer else None
     except UserError:
         words = None  # the run's tokenizer is elsewhere: classes by frequency alone
-    if cfg.ponder.method == "ponderlm" and not cfg.ponder.options.get("multiply_by_steps"):
+    if cfg.ponder.method == "ponderlm" and variants.has_threshold(cfg):
         cfg = variants.with_threshold(cfg, 1.0)  # the same numbers, and how sure the model is after each pass
     with reference.engine(cfg, state) as engine:
         found = benefit.analyse(

@@ -245,6 +245,7 @@ def score_all(
 ) -> dict[str, Score]:
     """Scores of several datasets under a whole model in this process, in FP32; `limit` targets of each."""
     from megaponder.export import reference
+    from megaponder.inference.variants import own_weights
 
-    with reference.engine(cfg, state) as engine:
+    with reference.engine(cfg, own_weights(cfg, state)) as engine:
         return {name: score(engine, cfg, prefix, batch, length, limit) for name, prefix in named.items()}

@@ -42,7 +42,7 @@ def sweep(
     method, found = cfg.ponder.method, []
 
     def measure(changed: RunConfig, variant: str, kind: str, depth: float | None = None) -> None:
-        with reference.engine(changed, state) as engine:
+        with reference.engine(changed, variants.own_weights(changed, state)) as engine:
             if depth is not None:
                 fitted = variants.fit_threshold(engine, changed, prefix, depth, batch, skip)
                 changed = variants.with_threshold(changed, fitted)
@@ -56,7 +56,7 @@ def sweep(
     if method_of(cfg).window is not None:
         with reference.engine(cfg, state) as engine:
             found += _by_budget(engine, cfg, prefix, batch, limit, skip, length)
-    elif method in FITTED and not cfg.ponder.options.get("multiply_by_steps"):
+    elif method in FITTED and variants.has_threshold(cfg):
         halting = variants.with_threshold(cfg, 0.5)
         for share in SHARES:
             if share * method_of(cfg).max_depth() >= 1:

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from megaponder.config.schema import RunConfig
 from megaponder.errors import ConfigError
+from megaponder.ponder.base import PARAMETER_PREFIX
 from megaponder.ponder.settings import method_of
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megaponder.engine.step import Engine
 
 PASSES = {"ponderlm": ("steps", -1), "loop": ("extra_passes", -1), "adaptive_cot": ("steps", -1),
@@ -37,11 +40,23 @@ def with_threshold(cfg: RunConfig, threshold: float) -> RunConfig:
     method, options = cfg.ponder.method, cfg.ponder.options
     _refuse_budget(cfg, "--thresholds", threshold)
     if method == "ponderlm" and not options.get("multiply_by_steps"):
-        kept: dict[str, Any] = {name: options[name] for name in ("steps", "topk") if name in options}
+        if options.get("feedback", "mixture") != "mixture" or not options.get("accumulate", True):
+            rule = "exit by confidence is built for a ponderlm whose mixtures add up"
+            raise ConfigError("--thresholds", threshold, rule, "leave it out")
+        kept: dict[str, Any] = {name: options[name] for name in ("steps", "topk", "gentle_start") if name in options}
         return _changed(cfg, "confident_ponderlm", {**kept, "threshold": float(threshold)})
     if not hasattr(method_of(cfg).options, "threshold"):
         raise ConfigError("--thresholds", threshold, f"method {method} has no threshold", "leave it out")
     return _changed(cfg, method, {**options, "threshold": float(threshold)})
+
+
+def has_threshold(cfg: RunConfig) -> bool:
+    """Whether `with_threshold` makes a variant of the model."""
+    try:
+        with_threshold(cfg, 0.5)
+    except ConfigError:
+        return False
+    return True
 
 
 def with_passes(cfg: RunConfig, passes: int) -> RunConfig:
@@ -60,6 +75,12 @@ def with_passes(cfg: RunConfig, passes: int) -> RunConfig:
     if passes + less < 1:
         return _one_pass(cfg)
     return _changed(cfg, method, {**cfg.ponder.options, option: passes + less})
+
+
+def own_weights(cfg: RunConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The trained model's weights that a variant of it uses: one pass needs none of the method's."""
+    vanilla = cfg.ponder.method == "vanilla"
+    return {name: w for name, w in state.items() if not (vanilla and name.startswith(PARAMETER_PREFIX))}
 
 
 def fit_threshold(

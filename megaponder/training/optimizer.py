@@ -48,9 +48,10 @@ def set_lr(optimizer: MegatronOptimizer, cfg: RunConfig, lr: float, step: int) -
 
     While only the method's parameters are trained, the others have a rate of zero, which stops their decay too.
     """
+    alone = method_only(cfg.train, step)
+    own = cfg.train.method_lr if alone and cfg.train.method_lr is not None else lr
     for group in optimizer.param_groups:
-        rests = method_only(cfg.train, step) and not group.get("of_method", False)
-        group["lr"] = 0.0 if rests else lr
+        group["lr"] = 0.0 if alone and not group.get("of_method", False) else own
         group["weight_decay"] = cfg.optimizer.weight_decay * group["wd_mult"]
 
 

@@ -108,9 +108,13 @@ def refuse_other_model(cfg: RunConfig, checkpoint: Path, weights_only: bool = Fa
         change = field.declared.change_at_load if weights_only else field.declared.resume
         if now == then or (name == "train.steps" and cfg.train.tokens is not None):  # there they follow from the tokens
             continue
-        if change == "refused":
+        if change == "asked" and name in cfg.checkpoint.load_changes:
+            change = "warned"
+        if change in ("refused", "asked"):
             rule = f"checkpoint {checkpoint} was trained with {then!r}"
-            raise ConfigError(name, now, rule, "use that" if weights_only else "use that, or a new run folder")
+            other = "" if weights_only else ", or a new run folder"
+            other = f", or name {name} in checkpoint.load_changes" if change == "asked" else other
+            raise ConfigError(name, now, rule, f"use that{other}")
         if change == "warned":
             warnings.append(f"Warning: {name} was {then!r} up to this checkpoint and is {now!r} from here on.")
     return warnings + _scale_changes(saved, cfg)

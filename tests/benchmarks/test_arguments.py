@@ -15,7 +15,17 @@ from benchmarks.command import RESULTS, write
 from benchmarks.training import TABLES
 from megaponder.errors import UserError
 
-SCRIPTS = ("attention", "budgets", "calibrate", "compare_commits", "halting", "methods", "preprocessing", "training")
+SCRIPTS = (
+    "attention",
+    "budgets",
+    "calibrate",
+    "compare_commits",
+    "gentle_start",
+    "halting",
+    "methods",
+    "preprocessing",
+    "training",
+)
 
 REFUSED = {
     "training nothing": "there is no such choice",
@@ -31,6 +41,8 @@ REFUSED = {
     "budgets nothing 0.6 --data nope": "there is no such choice",
     "budgets adaponderlm 0.6 --data nope": "nope.idx: no such file",
     "budgets adaponderlm 0.6 --data nope --steps 9": "--steps: 9: it must be at least 250; use 250",
+    "gentle_start --corpus nope": "there is no train.jsonl",
+    "gentle_start --corpus nope --kinds nothing": "there is no such choice",
     "halting --layers 0": "--layers: 0: it must be at least 1; use 1",
     "halting --layers -1": "--layers: -1: it must be at least 1; use 1",
     "halting --hidden 33": "--hidden: 33: it must be at least 64; use 64",

@@ -40,7 +40,8 @@ IDENTITY = {
 def test_what_a_weight_means_cannot_change() -> None:
     assert {name for name, f in all_fields().items() if f.declared.resume == "refused"} == IDENTITY
     free = {name for name in IDENTITY if all_fields()[name].declared.change_at_load != "refused"}
-    assert free == {"ponder.method", "model.vocab_multiple"}
+    assert free == {"ponder.method", "model.vocab_multiple", "model.rotary_base"}
+    assert {name for name, f in all_fields().items() if f.declared.change_at_load == "asked"} == {"model.rotary_base"}
 
 
 def test_what_a_comparison_leaves_out() -> None:
@@ -154,11 +155,14 @@ def test_what_happens_at_a_resume(name: str, tmp_path: Path) -> None:
     yaml_file.write(saved, tmp_path / "config.yaml")
     said = all_fields()[name].declared
     for weights_only, change in ((False, said.resume), (True, said.change_at_load)):
-        if change == "refused":
+        if change in ("refused", "asked"):
             with pytest.raises(ConfigError, match="was trained with") as caught:
                 refuse_other_model(cfg, tmp_path, weights_only)
             assert caught.value.field == name
-        else:
+            assert (f"name {name} in checkpoint.load_changes" in str(caught.value)) == (change == "asked")
+        if change == "asked":
+            cfg.checkpoint.load_changes, change = [name], "warned"
+        if change != "refused":
             warned = [w for w in refuse_other_model(cfg, tmp_path, weights_only) if w.startswith(f"Warning: {name} ")]
             assert len(warned) == (change == "warned"), warned
 

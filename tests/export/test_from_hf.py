@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megaponder.config.load import load_config
 from megaponder.errors import UserError
 from megaponder.export.folder import read_weights
 from megaponder.export.from_hf import import_hf
-from megaponder.export.hf_fields import model_config
+from megaponder.export.hf_fields import model_config, refuse_ignored
 from tests.distributed import run_workers
 from tests.export import hf_models
 from tests.tolerance import RTOL
@@ -50,11 +51,13 @@ BASE: dict[str, dict[str, Any]] = {
         ("llama", {"layer_types": ["full_attention", "sliding_attention"]}, "every layer must be full_attention"),
         ("gpt_neox", {"hidden_act": "gelu_new"}, "hidden_act = 'gelu_new': a pythia block supports only 'gelu'"),
         ("gpt_neox", {"attention_bias": False}, "attention_bias = False"),
+        ("gpt_neox", {"rotary_pct": 0.5, "partial_rotary_factor": 0.25}, "rotary_pct = 0.5, but .* must be equal"),
+        ("gpt_neox", {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "rotary_emb_base = .* must be equal"),
         ("gpt_neox", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "type 'dynamic'"),
         ("gpt2", {"activation_function": "relu"}, "activation_function = 'relu'"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
         ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights = False"),
-        ("llama", {"logit_scale": 0.5}, "logit_scale = 0.5 is unknown .* use --ignore logit_scale"),
+        ("llama", {"logit_scale": 0.5}, "logit_scale = 0.5 is unknown .* delete it in a copy"),
         ("llama", {"model_type": "mamba"}, "model_type = 'mamba' .* must be one of gpt_neox, llama, gpt2, qwen3"),
     ],
 )
@@ -63,9 +66,10 @@ def test_fields_that_cannot_be_represented(kind: str, change: dict[str, Any], wo
         model_config({**BASE[kind], **change}, "config.json")
 
 
-def test_unknown_fields_may_be_ignored_by_name() -> None:
-    section = model_config({**BASE["llama"], "logit_scale": 0.5}, "config.json", frozenset({"logit_scale"}))
-    assert section.family == "llama"
+def test_only_what_is_known_to_be_harmless_may_be_ignored() -> None:
+    refuse_ignored(BASE["llama"], frozenset({"torch_dtype", "max_sequence_length"}), "config.json")
+    with pytest.raises(UserError, match="--ignore logit_scale: only fields that are known to be without effect"):
+        refuse_ignored({**BASE["llama"], "logit_scale": 0.5}, frozenset({"logit_scale"}), "config.json")
 
 
 def test_fields_are_taken_over() -> None:
@@ -73,6 +77,8 @@ def test_fields_are_taken_over() -> None:
         **BASE["gpt_neox"],
         "rotary_pct": 0.5,
         "rotary_emb_base": 5e5,
+        "partial_rotary_factor": 0.5,  # as transformers 4.57 saves them, too
+        "rope_theta": 500000,
         "torch_dtype": "float16",
         "hidden_dropout": 0.1,
     }
@@ -160,6 +166,9 @@ def test_checkpoint_loads_at_any_layout(tmp_path: Path) -> None:
         args = {"checkpoint": done.checkpoint, "tensor": tensor, "pipeline": pipeline}
         for loss in run_workers("tests.export.test_from_hf:loss_at_layout", 2, args=args):
             assert loss == pytest.approx(want, rel=RTOL)
+    start = load_config(tmp_path / "run" / "config.yaml")
+    assert (start.checkpoint.load, start.run) == (str(tmp_path / "run"), f"{tmp_path / 'run'}-trained")
+    assert (start.data.loss_mask, start.data.eod_id, done.config.data.eod_id) == ("plain", None, 2)
     with pytest.raises(UserError, match="step_00000000 already exists"):
         import_hf(tmp_path / "hf", tmp_path / "run")
     import_hf(tmp_path / "hf", tmp_path / "run", force=True)

@@ -27,6 +27,9 @@ CASES: dict[str, dict[str, Any]] = {
         "family": "llama", "method": "ouro", "options": {"loops": 3}, "features": {"norm_placement": "sandwich"},
     },
     "ponderlm": {"family": "pythia", "method": "ponderlm", "options": {"steps": 2}},
+    "ponderlm-gentle": {
+        "family": "llama", "method": "ponderlm", "options": {"steps": 2, "accumulate": False, "gentle_start": True},
+    },
     "ponderlm2-drawn": {"family": "llama", "method": "ponderlm2", "options": {"jacobi_from": 1, "jacobi_to": 3}},
     "ponderlm3": {"family": "llama", "method": "ponderlm3", "options": {"latents": 2, "ramp_end": 4}},
     "adaponderlm": {

@@ -39,6 +39,7 @@ CASES = {
     "ponderlm-pythia": Case("pythia", "ponderlm", {"steps": 3}),
     "ponderlm-projected-pythia": Case("pythia", "ponderlm", {"steps": 2, "feedback": "projected"}),
     "ponderlm-topk-gpt2-tied": Case("gpt2", "ponderlm", {"steps": 2, "topk": 5, "multiply_by_steps": True}),
+    "ponderlm-newest-gentle": Case("llama", "ponderlm", {"steps": 2, "accumulate": False, "gentle_start": True}),
     "ponderlm2-llama-gqa": Case("llama", "ponderlm2", {"latents": 2, "jacobi": 1}, {"num_kv_heads": 2}),
     "ponderlm2-gpt2-softmax": Case(
         "gpt2", "ponderlm2", {"latents": 1, "jacobi": 2, "softmax_feedback": True, "topk": 7}
@@ -61,7 +62,7 @@ CASES = {
     "adaponderlm-llama-gqa": Case(
         "llama",
         "adaponderlm",
-        {"steps": 2, "threshold": 0.6, "cost_on": "probability", "cost_weight": 0.3, "topk": 9},
+        {"steps": 2, "threshold": 0.6, "cost_on": "probability", "cost_weight": 0.3, "topk": 9, "gentle_start": True},
         {"num_kv_heads": 2},
     ),
     "adaptive-cot-llama-gqa": Case(

@@ -124,6 +124,7 @@ def test_float64_oracle(name: str) -> None:
 OFFICIAL = {
     "llama_loop_R3": ("llama", "loop", {"extra_passes": 3}),
     "llama_pause_M2": ("llama", "pause", {"pauses": 2, "pause_token_id": 93}),
+    "llama_v2repo_ponderlm_S3": ("llama", "ponderlm", {"steps": 3, "accumulate": False}),
     "neox_ponderlm1_S3": ("pythia", "ponderlm", {"steps": 3}),
     "llama_ponderlm2_K1_J3": ("llama", "ponderlm2", {"latents": 1, "jacobi": 3}),
     "llama_ponderlm2_K2_J2": ("llama", "ponderlm2", {"latents": 2, "jacobi": 2}),

@@ -220,6 +220,7 @@ def _halting(
     e, active, state = o.embed(ids, positions), torch.ones(n, dtype=torch.bool), None
     before: dict[str, tuple[Tensor, Tensor]] = {}
     gates, asked, depth = [], [], torch.zeros(n, dtype=torch.long)
+    opening = o.w["method_modules.feedback_gate.weight"] if options.get("gentle_start") else 1.0
     for i in range(steps + 1):
         last, before = before, {}
 
@@ -237,13 +238,13 @@ def _halting(
             rule(i, state, active)
         elif i < steps and rule is not None:
             active = active & rule(i, state, active)
-            e = e + active[:, None] * _mixture(o, state, options.get("topk", 0))
+            e = e + active[:, None] * opening * _mixture(o, state, options.get("topk", 0))
         elif i < steps:
             gate = _router(o, f"gates.{0 if options.get('shared_gate') else i}", state)
             gates.append(gate)
             asked.append(active)
             active = active & (gate.sigmoid() >= options.get("threshold", 1e-4))
-            e = e + (active * gate.sigmoid())[:, None] * _mixture(o, state, options.get("topk", 0))
+            e = e + (active * gate.sigmoid())[:, None] * opening * _mixture(o, state, options.get("topk", 0))
     assert state is not None
 
     def cost(mask: Tensor) -> Tensor:

@@ -142,16 +142,19 @@ class Oracle:
             x = self.stack(self.embed(ids, positions), positions)[slots - 1 :: slots]
         elif method == "ponderlm":
             steps, topk = options["steps"], options.get("topk", 0)
-            x = self.embed(ids, positions, steps if options.get("multiply_by_steps") else 1.0)
+            x = start = self.embed(ids, positions, steps if options.get("multiply_by_steps") else 1.0)
             for _ in range(steps):
                 h = self.norm(self.stack(x, positions), "final_norm")
-                if options.get("feedback", "mixture") != "mixture":
-                    x = x + (h if options["feedback"] == "hidden" else self.linear(h, "method_modules.projection"))
-                    continue
-                z = h @ self.head.T
-                if topk:
-                    z = z.masked_fill(z < z.topk(topk).values[:, -1:], -math.inf)
-                x = x + z.softmax(-1) @ (self.scale * self.table)
+                if options.get("feedback", "mixture") == "mixture":
+                    z = h @ self.head.T
+                    if topk:
+                        z = z.masked_fill(z < z.topk(topk).values[:, -1:], -math.inf)
+                    h = z.softmax(-1) @ (self.scale * self.table)
+                elif options["feedback"] == "projected":
+                    h = self.linear(h, "method_modules.projection")
+                if options.get("gentle_start"):
+                    h = self.w["method_modules.feedback_gate.weight"] * h
+                x = (x if options.get("accumulate", True) else start) + h
             x = self.stack(x, positions)
         else:
             x = self.embed(ids, positions)

@@ -101,7 +101,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 def test_the_methods_parameters_are_trained_first(base: Base):
     only = {
         "data": base.data, "ponder__method": "adaponderlm", "ponder__options": {"steps": 2}, "optimizer__lr": 1e-2,
-        "train__steps": 3, "train__method_only_steps": 2, "train__eval_batches": 0, "checkpoint__every": 1,
+        "train__steps": 3, "train__method_only_steps": 2, "train__method_lr": 3e-2,
+        "train__eval_batches": 0, "checkpoint__every": 1,
         "checkpoint__load": str(base.run), "model__tie_embeddings": True,
     }  # fmt: skip
     for world in (1, 2):
@@ -123,6 +124,9 @@ def test_the_methods_parameters_are_trained_first(base: Base):
             assert (series[3][kept] != series[2][kept]).any(), f"{name}: {n} rests for ever"
         last = f"{PARAMETER_PREFIX}modules.gates.1.2.bias"
         assert (series[1][last] != series[2][last]).all(), f"{name}: the gates rest"
+        master = f"optimizer.state.param.{last}" if name == "bf16" else last
+        # from 2.0; Adam's first step is as long as the learning rate
+        assert abs(series[1][master] - 2.0) == pytest.approx(3e-2, rel=1e-3), f"{name}: the rate is not train.method_lr"
         if name != "bf16":
             losses = [[row["loss"] for row in base.rows(f"own-{n}").values()] for n in ("one", name)]
             np.testing.assert_allclose(losses[1], losses[0], RTOL, ATOL, err_msg=name)

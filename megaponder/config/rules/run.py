@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megaponder import files
 from megaponder.config import budget
+from megaponder.config.fields import all_fields
 from megaponder.config.rules.case import Case, Rule, nearest_multiple, require
 
 
@@ -58,6 +59,8 @@ def method_only_needs_parameters(c: Case) -> None:
     if c.facts.frozen and c.cfg.train.steps:
         rule = f"with these options {method} trains its own parameters alone, in every step"
         require(steps >= c.cfg.train.steps, "train.method_only_steps", steps, rule, f"use {c.cfg.train.steps}")
+    lr, rule = c.cfg.train.method_lr, "it is the rate of the first train.method_only_steps, of which there are none"
+    require(lr is None or steps > 0, "train.method_lr", lr, rule, "leave it out, or set train.method_only_steps")
 
 
 def warmup_and_decay_fit(c: Case) -> None:
@@ -109,6 +112,15 @@ def load_can_be_used(c: Case) -> None:
         require(ok, "checkpoint.load", p.load, rule, "set it to a checkpoint folder")
 
 
+def changed_fields_may_change(c: Case) -> None:
+    """With another value of most of the model's fields, the loaded weights would mean something else."""
+    p, name = c.cfg.checkpoint, "checkpoint.load_changes"
+    may = [field.name for field in all_fields().values() if field.declared.change_at_load == "asked"]
+    for one in p.load_changes:
+        require(one in may, name, one, "it may not differ from the checkpoint's", f"these may: {', '.join(may)}")
+    require(p.load is not None or not p.load_changes, name, p.load_changes, "nothing is loaded", "set checkpoint.load")
+
+
 def profiled_steps_are_a_pair(c: Case) -> None:
     """First and last, from 1."""
     steps = c.cfg.logging.profile_steps
@@ -147,6 +159,7 @@ RULES: tuple[Rule, ...] = (
     rollback_follows_skips,
     hangs_are_named_in_time,
     load_can_be_used,
+    changed_fields_may_change,
     profiled_steps_are_a_pair,
     run_is_a_folder,
 )

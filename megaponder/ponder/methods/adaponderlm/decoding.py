@@ -28,17 +28,19 @@ class AdaPonderLM(AlignedDecoding):
         "gate_width": 4,
         "router": "mlp",
         "shared_gate": False,
+        "gentle_start": False,
     }
     training_only = ("explore", "cost_weight", "bottom_share", "ramp_start", "ramp_end", "cost_on")
 
     def modules(self) -> dict[str, nn.Module]:
         width, o = self.config.hidden_size, self.options
+        own = super().modules()
         if self.window is not None:
-            return {"budget": Gates(width, o["gate_width"], self.window.gates)}
+            return own | {"budget": Gates(width, o["gate_width"], self.window.gates)}
         if o["router"] == "none":
-            return {}
+            return own
         count = 1 if o["shared_gate"] else o["steps"]
-        return {"gates": nn.ModuleList(router(o["router"], width, o["gate_width"]) for _ in range(count))}
+        return own | {"gates": nn.ModuleList(router(o["router"], width, o["gate_width"]) for _ in range(count))}
 
     def decide(self, model: Any, index: int | Tensor, h: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         whole = torch.ones_like(h[..., 0])

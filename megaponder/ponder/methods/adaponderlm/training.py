@@ -80,6 +80,8 @@ class AdaPonderLM(Budgeted, AlignedHalting):
         """What the gates are, without a target: mlp (two layers), linear, or none (s is 1)."""
         shared_gate: bool = False
         """One gate for all passes, without a target."""
+        gentle_start: bool = False
+        """Multiply what is fed back by a learned number that starts at 0: a trained vanilla model keeps its loss."""
 
         def __post_init__(self) -> None:
             for name in ("steps", "gate_width"):
@@ -101,14 +103,15 @@ class AdaPonderLM(Budgeted, AlignedHalting):
         self.open_window(options.steps + 1, "passes")
 
     def exit_modules(self) -> dict[str, nn.Module]:
+        own = super().exit_modules()
         if self.window is not None:
-            return {"budget": self.gates()}
+            return own | {"budget": self.gates()}
         o = self.options
         if o.router == "none":
-            return {}
+            return own
         count = 1 if o.shared_gate else o.steps
         made = [starts_at(router(o.router, self.shape.hidden_size, o.gate_width), 2.0) for _ in range(count)]
-        return {"gates": nn.ModuleList(made)}
+        return own | {"gates": nn.ModuleList(made)}
 
     def decide(
         self, p: Pass, state: Tensor, active: Tensor, carry: dict[str, Tensor], tools: ExitTools

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megaponder.decoding.feedback import FeedbackGate
 from megaponder.decoding.steps import State, Stepwise
 from megaponder.decoding.window import Window, window
 
@@ -18,6 +19,9 @@ class AlignedDecoding(Stepwise):
     """
 
     halts = True
+
+    def modules(self) -> dict[str, nn.Module]:
+        return {"feedback_gate": FeedbackGate()} if self.options.get("gentle_start") else {}
 
     def decide(self, model: Any, index: int | Tensor, h: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(weight of the mixture, whether a token continues), both [...], of normed states h [..., H]."""
@@ -41,4 +45,5 @@ class AlignedDecoding(Stepwise):
 
     def enter(self, model: Any, index: int | Tensor, state: State) -> None:
         mixture = self.mixture(model, state["out"], self.options["topk"])
-        state["x"] = state["x"] + state["weight"].to(mixture.dtype)[..., None] * mixture
+        fed = state["weight"].to(mixture.dtype)[..., None] * mixture
+        state["x"] = state["x"] + (model.method["feedback_gate"](fed) if self.options.get("gentle_start") else fed)

@@ -94,7 +94,7 @@ class AlignedHalting(PonderLM):
         mixed = tools.on(go_on, lambda h: tools.mixture(h, self.options.topk), state)
         if weight is not None:
             mixed = mixed * weight.to(mixed.dtype)[..., None]
-        return Flow(mixed, go_on.float()[..., None])
+        return Flow(self.gated(mixed, tools), go_on.float()[..., None])
 
     def _carried(self, p: Pass, rows: Tensor, active: Tensor, carry: dict[str, Tensor], tools: ExitTools) -> Tensor:
         """The last state of each token that was computed while it was active."""

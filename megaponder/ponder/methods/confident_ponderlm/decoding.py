@@ -20,11 +20,11 @@ class ConfidentPonderLM(AlignedDecoding):
     """
 
     name = "confident_ponderlm"
-    defaults = {"steps": 3, "threshold": 1.0, "topk": 0, "target": 0.0}
+    defaults = {"steps": 3, "threshold": 1.0, "topk": 0, "target": 0.0, "gentle_start": False}
     training_only = ("explore", "ramp_start", "ramp_end")
 
     def modules(self) -> dict[str, nn.Module]:
-        return {} if self.window is None else {"budget": Threshold()}
+        return super().modules() | ({} if self.window is None else {"budget": Threshold()})
 
     def decide(self, model: Any, index: int | Tensor, h: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         whole = torch.ones_like(h[..., 0])

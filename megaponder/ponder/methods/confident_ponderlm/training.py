@@ -53,6 +53,8 @@ class ConfidentPonderLM(Budgeted, AlignedHalting):
         """With a target: step from which on it is met."""
         topk: int = token_count(0)
         """Tokens in the mixture; 0 means the whole vocabulary."""
+        gentle_start: bool = False
+        """What is fed back is multiplied by a learned number, as in the ponderlm that the weights come from."""
 
         def __post_init__(self) -> None:
             at_least(self, "steps", 1)
@@ -66,7 +68,7 @@ class ConfidentPonderLM(Budgeted, AlignedHalting):
         self.open_window(options.steps + 1, "passes")
 
     def exit_modules(self) -> dict[str, nn.Module]:
-        return {} if self.window is None else {"budget": self.gates()}
+        return super().exit_modules() | ({} if self.window is None else {"budget": self.gates()})
 
     def _asks(self, p: Pass) -> bool:
         """Whether confidence decides after a pass."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megaponder.decoding.feedback import FeedbackGate
 from megaponder.decoding.steps import State, Stepwise
 
 
@@ -16,24 +17,39 @@ class PonderLM(Stepwise):
     """
 
     name, extends = "ponderlm", True
-    defaults = {"steps": 3, "topk": 0, "multiply_by_steps": False, "feedback": "mixture"}
+    defaults = {
+        "steps": 3,
+        "topk": 0,
+        "multiply_by_steps": False,
+        "feedback": "mixture",
+        "accumulate": True,
+        "gentle_start": False,
+    }
     training_only = ("draw", "draw_from", "draw_to", "grow_steps", "grow")
 
     def modules(self) -> dict[str, nn.Module]:
-        width = self.config.hidden_size
-        return {"projection": nn.Linear(width, width)} if self.options["feedback"] == "projected" else {}
+        width, made = self.config.hidden_size, dict[str, nn.Module]()
+        if self.options["feedback"] == "projected":
+            made["projection"] = nn.Linear(width, width)
+        if self.options["gentle_start"]:
+            made["feedback_gate"] = FeedbackGate()
+        return made
 
     def _fed_back(self, model: Any, h: Tensor) -> Tensor:
         if self.options["feedback"] == "mixture":
-            return self.mixture(model, h, self.options["topk"])
-        return h if self.options["feedback"] == "hidden" else model.method["projection"](h)
+            h = self.mixture(model, h, self.options["topk"])
+        elif self.options["feedback"] == "projected":
+            h = model.method["projection"](h)
+        return model.method["feedback_gate"](h) if self.options["gentle_start"] else h
 
     def trained(self) -> int:
         return int(self.options["steps"]) + 1
 
     def begin(self, model: Any, ids: Tensor, positions: Tensor) -> State:
         net, factor = model.model, self.options["steps"] if self.options["multiply_by_steps"] else 1
-        return {"x": net.embed(net.embed_tokens(ids), positions, factor)}
+        x = net.embed(net.embed_tokens(ids), positions, factor)
+        return {"x": x} if self.options["accumulate"] else {"x": x, "first": x}
 
     def enter(self, model: Any, index: int | Tensor, state: State) -> None:
-        state["x"] = state["x"] + self._fed_back(model, state["out"])
+        before = state["x"] if self.options["accumulate"] else state["first"]
+        state["x"] = before + self._fed_back(model, state["out"])

@@ -12,6 +12,10 @@ footnote says; the official code mixes the whole vocabulary.  `multiply_by_steps
 first embedding.  W starts as PyTorch's linear layers do (this project's choice).  The paper also trains with S drawn
 for each batch, uniformly from 1 to 10 (`draw: uniform`, `draw_to: 10`): more steps then help in inference.  Drawing in
 other ways is an own choice (formulas in `megaponder/ponder/drawn.py`).  Source: arXiv 2505.20674.
+
+`accumulate: false` is the PonderLM baseline of PonderLM-2's code for Llama: E = c We[ids] + the newest mixture alone.
+`gentle_start` is this project's: what is fed back is multiplied by one learned number g, which starts at 0; with c = 1
+(what `auto` then means) the model begins as the vanilla one that its weights come from (docs/gentle-start.md).
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megaponder.decoding.feedback import FeedbackGate
 from megaponder.errors import ConfigError
 from megaponder.ponder.base import (
     EntryTools,
@@ -59,6 +64,10 @@ class PonderLM(Method):
         feedback: str = "mixture"
         """What a pass adds to the input of the next: mixture (the expected embedding), hidden (the final-normed state),
         or projected (a linear map of that state)."""
+        accumulate: bool = True
+        """Add up the mixtures of all steps; false: the token embedding plus the newest one."""
+        gentle_start: bool = False
+        """Multiply what is fed back by a learned number that starts at 0: a trained vanilla model keeps its loss."""
 
         def __post_init__(self) -> None:
             if self.steps < 1:
@@ -74,11 +83,16 @@ class PonderLM(Method):
             if self.topk and self.feedback != "mixture":
                 rule = f"with ponder.options.feedback = {self.feedback} there is no mixture"
                 raise ConfigError("ponder.options.topk", self.topk, rule, "use 0")
+            if self.gentle_start and self.multiply_by_steps:
+                rule = "with gentle_start the first embedding must be that of the vanilla model"
+                raise ConfigError("ponder.options.multiply_by_steps", True, rule, "use false")
 
     def __init__(self, options: Any, shape: Shape):
         super().__init__(options, shape)
         self.feedback = getattr(options, "feedback", "mixture")  # methods with halting tokens have mixtures only
         self.mixes_vocabulary = self.feedback == "mixture"
+        self.gentle = getattr(options, "gentle_start", False)
+        """There is a feedback gate; not all methods that build on this one have the option."""
 
     def passes(self, seed: int, step: int | None) -> tuple[Pass, ...]:
         return repeated(self.options.number(self.options.steps, seed, step))
@@ -87,10 +101,18 @@ class PonderLM(Method):
         return repeated(self.options.most(self.options.steps))
 
     def embedding_scale(self) -> float:
-        return math.sqrt(self.shape.hidden_size)
+        return 1.0 if self.gentle else math.sqrt(self.shape.hidden_size)
 
     def initialisation(self) -> tuple[str, float]:
         return depth_scaled(self.shape, self.options.steps + 1 if self.shape.neox_recipe else 1)
+
+    def exit_modules(self) -> dict[str, nn.Module]:
+        h, made = self.shape.hidden_size, dict[str, nn.Module]()
+        if self.feedback == "projected":
+            made["projection"] = nn.Linear(h, h)
+        if self.gentle:
+            made["feedback_gate"] = FeedbackGate()
+        return made
 
     def enter(
         self, p: Pass, ids_bn: Tensor, feedback: Flow | None, carry: dict[str, Tensor], tools: EntryTools
@@ -99,19 +121,22 @@ class PonderLM(Method):
             rows = tools.embed(ids_bn, factor=float(self.options.steps) if self.options.multiply_by_steps else 1.0)
         else:
             rows = carry["embedding"] + feedback.rows
-        if not p.last:
+        if feedback is None or (self.options.accumulate and not p.last):
             carry["embedding"] = rows
         return Flow(rows)
 
     def leave(self, p: Pass, rows: Tensor, riders: Tensor | None, carry: dict[str, Tensor], tools: ExitTools) -> Flow:
         h = tools.norm(rows)
         if self.feedback == "mixture":
-            return Flow(tools.mixture(h, self.options.topk))
-        return Flow(h if self.feedback == "hidden" else tools.modules["projection"](h))
+            h = tools.mixture(h, self.options.topk)
+        elif self.feedback == "projected":
+            h = tools.modules["projection"](h)
+        return Flow(self.gated(h, tools))
 
-    def exit_modules(self) -> dict[str, nn.Module]:
-        h = self.shape.hidden_size
-        return {"projection": nn.Linear(h, h)} if self.feedback == "projected" else {}
+    def gated(self, rows: Tensor, tools: ExitTools) -> Tensor:
+        """What is fed back, times the feedback gate if there is one."""
+        gated: Tensor = tools.modules["feedback_gate"](rows) if self.gentle else rows
+        return gated
 
     def decides(self) -> bool:
         return bool(self.options.topk > 0)
