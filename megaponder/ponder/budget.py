@@ -242,7 +242,7 @@ class Budgeted:
         assert self.window is not None
         extra = self.window.mean - self.window.least
         p = extra if self.window.gates == 1 else ((1 + 4 * extra) ** 0.5 - 1) / 2
-        now = torch.tensor(float(step), dtype=torch.float64)
+        now = torch.tensor(float(step), dtype=torch.float64, device="cpu")
         return 1 + float(ramp(now, self.options.ramp_start, self.options.ramp_end)) * (p - 1)
 
     def settle(self, exit_modules: nn.ModuleDict | None, means: Mapping[str, float], step: int) -> dict[str, float]:

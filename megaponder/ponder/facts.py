@@ -41,5 +41,8 @@ def _has_parameters(method: MethodLike) -> bool:
     """Whether the method builds modules; without memory for them, since gates can be large."""
     if not isinstance(method, Method):
         return False
-    with torch.device("meta"):
-        return bool(method.entry_modules() or method.layer_modules(0) or method.exit_modules())
+    try:
+        with torch.device("meta"):
+            return bool(method.entry_modules() or method.layer_modules(0) or method.exit_modules())
+    except (RuntimeError, NotImplementedError):  # a constructor reads a value, so there is a module
+        return True

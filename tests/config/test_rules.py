@@ -371,8 +371,16 @@ class Drawn:
 def test_facts_of_a_method() -> None:
     assert facts_of(Drawn()) == MethodFacts(4, 2, 2, True, True)
     shape = Shape("llama", 2, 8)
-    own = {name: facts_of(build_method(name, {}, shape)).has_parameters for name in ("ponderlm", "adaponderlm")}
-    assert own == {"ponderlm": False, "adaponderlm": True}
+    with_budget = {"target": 0.6, "ramp_start": 1, "ramp_end": 5}
+    for name, options, own in (
+        ("ponderlm", {}, False),
+        ("ponderlm", {"feedback": "projected"}, True),
+        ("adaponderlm", {}, True),
+        ("adaponderlm", with_budget, True),
+        ("confident_ponderlm", with_budget, True),
+        ("confident_ponderlm", {}, False),
+    ):
+        assert facts_of(build_method(name, options, shape)).has_parameters == own, (name, options)
 
 
 def test_a_file_where_checkpoints_go_is_refused(tmp_path: Path) -> None:
