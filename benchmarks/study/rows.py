@@ -215,11 +215,15 @@ def _matching(model: dict[str, Any], length: int, method: str, options: dict[str
 
 
 def rows(size: str, tokens: int | None = None) -> list[Row]:
-    """All rows of a size, the order in which they are run: every kind once, then rates, then seeds."""
+    """All rows of a size, the order in which they are run: every kind once, then rates, then seeds.
+
+    Other rates: for the first kind of each family, for the deeper model, and for methods that have to keep a budget.
+    """
     kinds, budget = list(_kinds()), SIZES[size].tokens if tokens is None else tokens
     first = [Row(k, size, SEEDS[0], 1.0, budget) for k in kinds]
     seen: set[str] = set()
     heads = [k for k in kinds if not (k.family in seen or seen.add(k.family))]  # type: ignore[func-returns-value]
+    heads += [k for k in kinds if k.deeper > 1 or (k.target is not None and k.method != "pruned_ponderlm")]
     rates = [Row(k, size, SEEDS[0], f, budget) for k in heads for f in GRID if f != 1.0]
     seeds = [Row(k, size, seed, 1.0, budget) for seed in SEEDS[1:] for k in kinds]
     return [*first, *rates, *seeds]
