@@ -127,7 +127,8 @@ def _ponderlm2(fields: _Fields, method: str | None) -> Pondering:
             f"--method {method} is not one of its methods" if method else "its config.json does not say by which method"
         )
         raise UserError(
-            f"{fields.where} {said}; say what trained it, with --method {', '.join(METHODS[:-1])} or {METHODS[-1]}."
+            f"{fields.where} {said}; say what trained it, with megaponder import --method {', '.join(METHODS[:-1])} or "
+            f"{METHODS[-1]}."
         )
     neox, scaled = fields.backbone == "gpt_neox", fields.flag("scale_embeds")
     if method == "vanilla":
