@@ -1,4 +1,5 @@
-"""Every file in configs/ loads, keeps every rule, fits its GPUs, and trains two steps when scaled down."""
+"""Every file in configs/ loads, keeps every rule, fits its GPUs, and trains two steps when scaled down; its folders are
+comparisons at equal budgets."""
 
 from __future__ import annotations
 
@@ -14,16 +15,19 @@ from megaponder.config.gpus import DEFAULT_GPU, GPUS
 from megaponder.config.load import load_config
 from megaponder.config.resolve import resolve
 from megaponder.config.rules import check
+from megaponder.config.schema import RunConfig
 from megaponder.plan.build import build_plan
 from megaponder.ponder.facts import facts_of
-from megaponder.ponder.settings import method_of
+from megaponder.ponder.settings import embedding_scale, initialisation, method_of
 from tests.data_pipeline.make import random_documents, write_documents
 from tests.distributed import run_workers
 from tests.scaled import STEPS, VOCAB, scaled
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
-WORLD = {"pythia-1.4b-ponderlm-300b": 64, "demo": 1}
-"""GPUs that a file is meant for; the others: one node of eight."""
+SETS = {folder.name: sorted(folder.glob("*.yaml")) for folder in sorted(CONFIGS[0].parent.iterdir()) if folder.is_dir()}
+"""Folders of files with equal budgets: comparisons of a paper."""
+WORLD = {"pythia-1.4b-ponderlm-300b": 64, "demo": 1, "pythia-300b": 64}
+"""GPUs that a file (or all of a folder) is meant for; the others: one node of eight."""
 SIZES = ("70m", "160m", "410m", "1b", "1.4b", "2.8b"), ("125m", "410m", "834m", "1.4b", "2.8b")
 
 
@@ -38,23 +42,77 @@ def test_the_promised_files_are_there() -> None:
     assert {"llama-1.4b-loop", "llama-1.4b-pause", "demo", "pythia-1.4b-ponderlm-300b"} <= names
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
-def test_it_keeps_the_rules_and_fits(path: Path) -> None:
+def assert_fits(path: Path, world: int) -> RunConfig:
+    """The file keeps the rules, and its plan fits; the resolved configuration."""
     cfg = resolve(load_config(path, []))
     method = method_of(cfg)
-    world = 1 if path.stem.startswith("tiny-") else WORLD.get(path.stem, 8)
     facts = facts_of(method)
     check(cfg, facts, world)
     plan = build_plan(cfg, method, facts, world, 0.4, GPUS[DEFAULT_GPU])
     assert max(stage.total for stage in plan.stages) / 2**30 < GPUS[DEFAULT_GPU].memory_gib * 0.9
+    return cfg
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_it_keeps_the_rules_and_fits(path: Path) -> None:
+    cfg = assert_fits(path, 1 if path.stem.startswith("tiny-") else WORLD.get(path.stem, 8))
     if path.stem != "demo" and not path.stem.startswith("tiny-"):
         # names tell the truth, and nothing that matters is left to a default that may change
         preset, _, rest = path.stem.partition(f"-{cfg.ponder.method}")
-        assert (cfg.model.preset, rest) in ((preset, ""), (preset, "-300b"), (preset, "-gentle"))
+        assert cfg.model.preset == preset and rest in ("", "-300b", "-gentle", "-sqrt_h", "-sqrt_2.5h")
         text = path.read_text()
         for name in ("optimizer.lr", "optimizer.weight_decay", "train.global_batch", "precision.dtype"):
             assert name.rpartition(".")[2] + ":" in text
         assert cfg.run == f"runs/{path.stem}"
+
+
+def _given(cfg: RunConfig) -> dict[str, Any]:
+    """What runs that are compared have in common."""
+    train = {name: getattr(cfg.train, name) for name in ("steps", "tokens", "global_batch", "seed")}
+    return {
+        "data": asdict(cfg.data) | {"cache": None},
+        "optimizer": asdict(cfg.optimizer),
+        "schedule": asdict(cfg.schedule),
+    } | train
+
+
+@pytest.mark.parametrize("name", list(SETS))
+def test_a_folder_compares_at_equal_budgets_with_both_controls(name: str) -> None:
+    by_size: dict[str, list[RunConfig]] = {}
+    for path in SETS[name]:
+        cfg = assert_fits(path, WORLD.get(name, 8))
+        preset = str(cfg.model.preset)
+        assert path.stem.startswith(f"{preset}-") and cfg.run == f"runs/{name}/{path.stem}"
+        depth_apart = "llama-1.4b" if preset == "llama-2.8b" else preset.removesuffix("-x2depth")
+        by_size.setdefault(depth_apart, []).append(cfg)
+    for cfgs in by_size.values():
+        assert all(_given(cfg) == _given(cfgs[0]) for cfg in cfgs), "budgets differ"
+        scales = {embedding_scale(c.model, method_of(c)) for c in cfgs if c.ponder.method != "vanilla"}
+        controls = [c for c in cfgs if c.ponder.method == "vanilla"]
+        assert {1.0, *scales} == {embedding_scale(c.model, method_of(c)) for c in controls}
+
+
+def test_plain_files_state_what_they_are_and_have_a_matched_twin() -> None:
+    by_name = {path.stem: path for path in CONFIGS}
+    found = 0
+    for name, path in by_name.items():
+        preset, _, method = name.rpartition("-")
+        if method not in ("ponderlm", "ponderlm2") or name.startswith("tiny"):
+            continue
+        cfg = resolve(load_config(path, []))
+        scale = {"ponderlm": "sqrt_h", "ponderlm2": "sqrt_2.5h"}[method]
+        twin, plain = (resolve(load_config(by_name[f"{preset}-vanilla{x}"], [])) for x in (f"-{scale}", ""))
+        assert embedding_scale(twin.model, method_of(twin)) == embedding_scale(cfg.model, method_of(cfg))
+        assert twin.model.init == "trunc_normal" == initialisation(cfg.model, method_of(cfg))[0]
+        assert _given(twin) == _given(cfg)
+        assert (plain.model.embedding_scale, plain.model.init, plain.model.init_output_scale) == ("none", "normal", 1.0)
+        found += 1
+    assert found == 16
+
+
+def trained() -> list[Path]:
+    """All files, but for matched twins, which differ from others in their initialisation alone."""
+    return [path for path in CONFIGS if "vanilla-sqrt" not in path.stem]
 
 
 def train_all(folder: str, dataset: str) -> dict[str, list[dict[str, Any]]]:
@@ -66,7 +124,7 @@ def train_all(folder: str, dataset: str) -> dict[str, list[dict[str, Any]]]:
 
     done: dict[str, Path] = {}
     rows = {}
-    for path in CONFIGS:
+    for path in trained():
         cfg = scaled(path, Path(folder) / path.stem, dataset)
         same = json.dumps(asdict(cfg) | {"run": None, "optimizer": asdict(cfg.optimizer) | {"lr": None}}, default=str)
         if same not in done:
@@ -83,7 +141,7 @@ def test_every_configuration_trains_two_steps(tmp_path: Path) -> None:
     rows = run_workers(
         "tests.test_configs:train_all", 1, args={"folder": str(tmp_path), "dataset": dataset}, timeout=1500
     )[0]
-    assert sorted(rows) == sorted(path.stem for path in CONFIGS)
+    assert sorted(rows) == sorted(path.stem for path in trained())
     for name, series in rows.items():
         losses = [row["loss"] for row in series if "loss" in row]
         assert len(losses) == STEPS, name

@@ -53,18 +53,20 @@ def plot(curves: list[Curve], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def verdict(pondering: Curve, vanilla: Curve) -> str:
-    """What the plot shows, in one sentence that is true whichever curve is lower."""
-    difference = vanilla.losses[-1] - pondering.losses[-1]
-    ratio = pondering.flops_per_token / vanilla.flops_per_token
+def verdict(pondering: Curve, matched: Curve, published: Curve) -> str:
+    """What the plot shows, in words that are true whichever curve is lower; `matched` is the control that counts."""
+    difference = matched.losses[-1] - pondering.losses[-1]
+    ratio = pondering.flops_per_token / matched.flops_per_token
     result = (
-        f"After {pondering.tokens[-1]:,} tokens the validation loss is {pondering.losses[-1]:.3f} for {pondering.name} "
-        f"and {vanilla.losses[-1]:.3f} for {vanilla.name}"
+        f"After {pondering.tokens[-1]:,} tokens the validation loss is {pondering.losses[-1]:.3f} for {pondering.name}"
+        f", {matched.losses[-1]:.3f} for {matched.name}, which has the same embedding scale and initialisation, and "
+        f"{published.losses[-1]:.3f} for {published.name} as published"
     )
     if abs(difference) < 0.01:
         comparison = "no notable difference"
     else:
-        comparison = f"{pondering.name} is {'lower' if difference > 0 else 'HIGHER'} by {abs(difference):.3f}"
+        how = "lower" if difference > 0 else "HIGHER"
+        comparison = f"{pondering.name} is {how} than {matched.name} by {abs(difference):.3f}"
     return (
         f"{result}: at equal data and size {comparison}, for {ratio:.1f} times the compute per token.  "
         "One seed and a few minutes of training: an example of the workflow, not evidence about the method."

@@ -22,6 +22,18 @@ MARKER = ".megaponder-demo"
 STEPS = 9
 CODE_BYTES = 900_000
 PROMPT = "The import statement"
+TWINS = {
+    "vanilla": [],
+    "matched": [
+        "--model.embedding_scale",
+        "sqrt_h",
+        "--model.init",
+        "trunc_normal",
+        "--model.init_output_scale",
+        "0.5",
+    ],
+}
+"""Runs of plain models: as published, and with the embedding scale and the initialisation that PonderLM has."""
 
 SAMPLE = """
 import sys, torch
@@ -38,7 +50,7 @@ print(tokenizer.decode(text[0]))
 
 
 def run_demo(folder: str | Path, quick: bool = False) -> int:
-    """Data, tokenizer, training of a PonderLM and its vanilla twin, kill and resume, plot, export, text.
+    """Data, tokenizer, training of a PonderLM and its vanilla twins, kill and resume, plot, export, text.
 
     `quick` does the same with fewer steps and less text: a check that everything works, with curves that mean little.
     Returns the exit code; UserError if a step fails or `folder` contains files that are not the demo's.
@@ -108,18 +120,22 @@ class Demo:
         return words
 
     def train(self) -> None:
-        """The vanilla twin on one core and, meanwhile, the pondering model on the other."""
-        self.title("Training: PonderLM, killed half-way, beside vanilla")
-        command, log = self.command("vanilla", ["--ponder.method", "vanilla"]), self.folder / "vanilla.log"
-        twin = Command(self.console, command, log)
+        """The pondering model and, meanwhile, its vanilla twins."""
+        self.title("Training: PonderLM, killed half-way, beside vanilla, as published and matched")
+        twins = {}
         try:
+            for name, overrides in TWINS.items():
+                command = self.command(name, ["--ponder.method", "vanilla", *overrides])
+                twins[name] = Command(self.console, command, self.folder / f"{name}.log")
             self.train_with_a_kill()
-            self.title("The vanilla twin: the end of its log")
-            twin.wait()
-            for line in log.read_text().splitlines()[-2:]:
-                self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+            self.title("The vanilla twins: the ends of their logs")
+            for name, twin in twins.items():
+                twin.wait()
+                for line in (self.folder / f"{name}.log").read_text().splitlines()[-2:]:
+                    self.console.print(line, highlight=False, markup=False, soft_wrap=True)
         finally:
-            twin.stop()
+            for twin in twins.values():
+                twin.stop()
 
     def train_with_a_kill(self) -> None:
         """The pondering model, killed with SIGKILL after its first checkpoint, then continued by the same command."""
@@ -137,7 +153,7 @@ class Demo:
         self.console.print(repeated_steps(run), highlight=False)
 
     def compare_and_export(self) -> str:
-        """Plots both runs while exporting the pondering model; returns a summary of the plot."""
+        """Plots the runs while exporting the pondering model; returns a summary of the plot."""
         self.title("Validation curves, and meanwhile the export to Hugging Face")
         plot = self.folder / "validation.png"
         export = Command(self.console, ["export", relative(self.folder / "ponderlm"), relative(self.folder / "hf")])
@@ -185,13 +201,13 @@ def repeated_steps(run: Path) -> str:
 
 
 def compare(folder: Path, plot: Path) -> str:
-    """Draws the validation curves of both runs; returns what they show."""
-    pondering, vanilla = (
+    """Draws the validation curves of all runs; returns what they show."""
+    pondering, matched, published = (
         curves.read_curve(title, folder / name, flops_per_token(folder / name))
-        for title, name in (("PonderLM", "ponderlm"), ("vanilla", "vanilla"))
+        for title, name in (("PonderLM", "ponderlm"), ("matched vanilla", "matched"), ("vanilla", "vanilla"))
     )
-    curves.plot([pondering, vanilla], plot)
-    return curves.verdict(pondering, vanilla)
+    curves.plot([pondering, matched, published], plot)
+    return curves.verdict(pondering, matched, published)
 
 
 def flops_per_token(run: Path) -> float:

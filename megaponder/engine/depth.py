@@ -110,10 +110,12 @@ def active_shares(metrics: Mapping[str, float]) -> list[float]:
     return shares
 
 
-def shares_that_go_on(metrics: Mapping[str, float], window: Window) -> list[float]:
-    """Of the tokens that are asked at each open decision, the share that went on, from `metrics`."""
+def shares_that_go_on(metrics: Mapping[str, float], window: Window | None) -> list[float]:
+    """Of the tokens that are asked at each open decision (without a window: at each), the share that went on, from
+    `metrics`."""
     active = active_shares(metrics)
-    return [active[k] / max(active[k - 1], 1e-9) for k in range(window.least, window.most)]
+    least, most = (1, len(active)) if window is None else (window.least, window.most)
+    return [active[k] / max(active[k - 1], 1e-9) for k in range(least, most)]
 
 
 def collapse_warning(metrics: Mapping[str, float]) -> str | None:

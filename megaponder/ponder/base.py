@@ -248,8 +248,11 @@ class Method:
     forced: Tensor | None = None
     """Evaluation: passes (or rows) that replace the decisions; a scalar for all tokens, in any layout, or [n, b] for
     one micro-batch in one process.  For methods with `halts`; a token never runs more than `max_depth`."""
+    chooses: bool = False
+    """Tokens halt by what they hold, so that evaluation compares with as many passes spread `at_random`."""
     at_random: Sequence[float] | None = None
-    """Evaluation of a method with a window: the share of tokens that goes on at each open decision, at random."""
+    """Evaluation of a method that `chooses`: the share of tokens that goes on at each decision (at each open one, if it
+    has a window), at random."""
     weighs: bool = False
     """Training and `forward` weigh what decoding leaves out."""
     hard: bool = False

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from megaponder.engine.step import Engine
 
 
+RARE = 0.01
+"""Share of a decision's tokens that is too small for a comparison."""
+
+
 @dataclass
 class Evaluation:
     """Means over the valid tokens of all evaluation batches."""
@@ -69,9 +73,10 @@ def evaluate(
                 if not also(f"loss_pass{passes - 1}"):
                     return None
             method.forced = None
-        if method.window is not None:
+        if method.chooses:
             method.at_random = depth.shares_that_go_on(found.stats, method.window)
-            if not also("loss_at_random"):
+            # with all tokens at one depth there is nothing that chance could decide otherwise
+            if any(RARE < share < 1 - RARE for share in method.at_random) and not also("loss_at_random"):
                 return None
         elif method.weighs:
             method.hard = False

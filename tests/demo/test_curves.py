@@ -40,14 +40,15 @@ def test_plot_is_a_png_of_some_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pondering", "vanilla", "words"),
+    ("pondering", "matched", "words"),
     [
-        (4.0, 4.2, "PonderLM is lower by 0.200"),
-        (4.3, 4.2, "PonderLM is HIGHER by 0.100"),
+        (4.0, 4.2, "PonderLM is lower than matched vanilla by 0.200"),
+        (4.3, 4.2, "PonderLM is HIGHER than matched vanilla by 0.100"),
         (4.2, 4.205, "no notable difference"),
     ],
 )
-def test_verdict_says_what_is(pondering: float, vanilla: float, words: str) -> None:
-    text = verdict(curve("PonderLM", [5.0, pondering], 4e9), curve("vanilla", [5.0, vanilla]))
-    assert words in text
+def test_verdict_says_what_is(pondering: float, matched: float, words: str) -> None:
+    control = curve("matched vanilla", [5.0, matched])
+    text = verdict(curve("PonderLM", [5.0, pondering], 4e9), control, curve("vanilla", [5.0, 4.9]))
+    assert words in text and "4.900 for vanilla as published" in text
     assert "4.0 times the compute" in text

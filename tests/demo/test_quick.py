@@ -24,7 +24,8 @@ def test_all_steps_end_and_leave_what_they_promise(
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
     assert (out / "validation.png").stat().st_size > 1000 and "validation" in ended.stdout
-    for name in ("vanilla", "ponderlm"):  # the second was killed half way and went on
+    assert "the same embedding scale and initialisation" in ended.stdout
+    for name in ("vanilla", "matched", "ponderlm"):  # the last was killed half way and went on
         rows = [json.loads(line) for line in (out / name / "metrics.jsonl").read_text().splitlines()]
         assert [row["step"] for row in rows] == list(range(1, rows[-1]["step"] + 1)) and len(rows) > 4
     _compare_and_evaluate(out, tmp_path, capsys, monkeypatch)

@@ -48,6 +48,10 @@ CASES: dict[str, dict[str, Any]] = {
         "family": "llama", "method": "adaptive_cot", "options": {"target": 0.5}, "skip": True,
     },
     "ponderlm3-budget": {"family": "llama", "method": "ponderlm3", "options": {"latents": 2, "target": 0.7}},
+    "confident-budget-gathered": {
+        "family": "llama", "method": "confident_ponderlm", "options": {"target": 0.6}, "skip": True
+    },
+    "ponderlm-projected": {"family": "pythia", "method": "ponderlm", "options": {"steps": 2, "feedback": "projected"}},
     "qk-norm": {"family": "qwen3", "method": "loop", "options": {"extra_passes": 1}, "features": {"num_kv_heads": 2}},
     "sandwich": {
         "family": "llama", "method": "loop", "options": {"extra_passes": 1}, "features": {"norm_placement": "sandwich"},

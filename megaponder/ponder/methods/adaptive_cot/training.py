@@ -41,7 +41,7 @@ from megaponder.ponder.base import (
     pass_count,
     register,
 )
-from megaponder.ponder.budget import Budgeted
+from megaponder.ponder.budget import Budgeted, lottery
 from megaponder.ponder.halting import at_least, fraction, one_of, ordered, router32, starts_at
 
 
@@ -55,6 +55,7 @@ class AdaptiveCot(Budgeted, Method):
     keeps_kv = True
     halts = True
     skips = True
+    chooses = True
 
     @dataclass
     class Options:
@@ -151,6 +152,8 @@ class AdaptiveCot(Budgeted, Method):
             carry["cost"] = carry["cost"] + cost if p.index else cost
         else:
             go_on = self._by_budget(p, h, reach, alive, carry, tools)
+        if self.at_random is not None and self.window is None:
+            go_on = lottery(tools, 2 * p.index) < self.at_random[p.index]
         if self.forced is not None:
             go_on = self.forced > p.index + 1
             carry[f"reach{p.index}"] = on

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megaponder.ponder.base import CoreAttention, EntryTools, ExitTools, Flow, Method, Pass, Readout, repeated
+from megaponder.ponder.budget import lottery
 from megaponder.ponder.methods.ponderlm.training import PonderLM
 
 
@@ -21,6 +22,7 @@ class AlignedHalting(PonderLM):
     keeps_kv = True
     halts = True
     skips = True
+    chooses = True
 
     def passes(self, seed: int, step: int | None) -> tuple[Pass, ...]:
         return repeated(self.options.steps if self.window is None else self.window.most - 1)
@@ -87,6 +89,8 @@ class AlignedHalting(PonderLM):
         active = riders[..., 0] > 0.5
         state = self._carried(p, rows, active, carry, tools)
         weight, go_on = self.decide(p, state, active, carry, tools)
+        if self.at_random is not None and self.window is None:
+            go_on = lottery(tools, 2 * p.index) < self.at_random[p.index]
         if self.forced is not None:
             go_on = self.forced > p.index + 1
         go_on = go_on & active

@@ -104,6 +104,7 @@ class PonderLM3(Budgeted, LatentMethod):
     def __init__(self, options: Any, shape: Shape):
         super().__init__(options, shape)
         self.open_window(options.latents + 1, "rows")
+        self.chooses = self.window is not None  # otherwise every row runs and is weighed, in training at least
         if self.window is not None:
             self.options = copy.copy(options)
             self.options.latents = self.window.most - 1

@@ -42,6 +42,7 @@ class PrunedPonderLM(AlignedHalting):
     """Fixed pruning."""
 
     name = "pruned_ponderlm"
+    chooses = False
     summary = "baseline: ponderlm with a fixed number of passes for each position, depth on average"
 
     @dataclass
