@@ -23,7 +23,7 @@ demo: env ## Train, resume, export and sample a small pondering model on the CPU
 	$(BIN)/megaponder demo --out $(DEMO)
 
 test: lint ## Lint, then all tests, in two processes (make test JOBS=8 takes more)
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: env ## ruff, mypy, codespell, shellcheck, hadolint
 	$(BIN)/ruff check .

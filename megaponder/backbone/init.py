@@ -7,12 +7,17 @@ TP=4, PP=8 starts with exactly the weights of the same model in one process.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
 
 from megaponder.ponder.base import PARAMETER_PREFIX
+
+DRAWN_BYTES = 2**32
+"""Main memory that a process may use for matrices that are being drawn, if one alone does not need more."""
 
 
 def stream(seed: int, name: str) -> torch.Generator:
@@ -58,18 +63,19 @@ def whole_shape(name: str, parameter: nn.Parameter, tp: int, gated: bool) -> tup
     return tuple(shape), dim
 
 
-@torch.no_grad()
 def initialise(
     stage: nn.Module, *, seed: int, kind: str, std: float, output_factor: float, tp_rank: int, tp: int, gated: bool,
     up_factor: float = 1.0,
 ) -> None:  # fmt: skip
     """Set every weight of a stage; the method's own modules come initialised from their constructors.
 
-    Factors on `std`: of attention-output and MLP-down matrices, and of SwiGLU's up matrices.
+    Factors on `std`: of attention-output and MLP-down matrices, and of SwiGLU's up matrices.  A generator draws one
+    number after the other, but parameters are drawn side by side: each has its own.
     """
-    for name, parameter in global_names(stage):
-        if name.startswith(PARAMETER_PREFIX):
-            continue
+
+    @torch.no_grad()
+    def fill(named: tuple[str, nn.Parameter]) -> None:
+        name, parameter = named
         if _is_norm(name):
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
         elif name.endswith("bias"):
@@ -82,3 +88,16 @@ def initialise(
                 whole[1] *= up_factor
             part = whole if dim is None else whole.chunk(tp, dim=dim)[tp_rank]
             parameter.copy_(part.reshape(parameter.shape))
+
+    named = [(n, p) for n, p in global_names(stage) if not n.startswith(PARAMETER_PREFIX)]
+    named.sort(key=lambda pair: -pair[1].numel())  # none of the long ones is left for the end
+    with ThreadPoolExecutor(_drawers(max((p.numel() for _, p in named), default=1) * tp)) as pool:
+        list(pool.map(fill, named))
+
+
+def _drawers(largest: int) -> int:
+    """Matrices that this process draws at the same time: its share of the node's cores, and of memory for the whole
+    matrices, of which `largest` is the largest one's elements."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE") or torch.cuda.device_count() or 1)
+    cores = len(os.sched_getaffinity(0)) // processes
+    return max(1, min(cores, 16, DRAWN_BYTES // (4 * largest)))

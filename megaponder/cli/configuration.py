@@ -14,11 +14,16 @@ from megaponder.config.schema import DataConfig, RunConfig
 from megaponder.errors import ConfigError, UserError
 
 
-def load(path: str | None, overrides: list[str]) -> RunConfig:
-    """The resolved configuration; ConfigError for mistakes that do not depend on the layout."""
+def read(path: str | None, overrides: list[str]) -> RunConfig:
+    """What the file and the command line say."""
     if path is None:
         raise UserError("CONFIG is missing: name a YAML file, for example configs/demo.yaml.")
-    return resolve(load_config(path, overrides))
+    return load_config(path, overrides)
+
+
+def load(path: str | None, overrides: list[str]) -> RunConfig:
+    """The resolved configuration; ConfigError for mistakes that do not depend on the layout."""
+    return resolve(read(path, overrides))
 
 
 def planned(

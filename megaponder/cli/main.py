@@ -132,11 +132,13 @@ def main(argv: list[str] | None = None) -> int:
 def command() -> None:
     """`megaponder`: `main` as a program.
 
-    A process that ends early leaves its process groups in use; their threads can abort an orderly exit.
+    A process that ends early leaves its process groups in use; their threads can abort an orderly exit.  One that has
+    trained has closed everything that is its own; taking apart PyTorch and CUDA would only take time.
     """
     code = main()
     distributed = sys.modules.get("torch.distributed")
-    if code and distributed is not None and distributed.is_initialized():
+    unfinished = code and distributed is not None and distributed.is_initialized()
+    if unfinished or "megaponder.training.loop" in sys.modules:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

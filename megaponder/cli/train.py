@@ -7,6 +7,7 @@ import argparse
 from megaponder.cli.parser import Commands
 from megaponder.cli.report import report_error
 from megaponder.config import launcher
+from megaponder.config.resolve import resolve
 from megaponder.errors import MACHINE, LostRank, known
 
 SUMMARY = "train a model, or continue a run from its newest complete checkpoint"
@@ -66,15 +67,22 @@ def run(args: argparse.Namespace) -> int:
         from megaponder.cli.fields import print_fields
 
         return print_fields()
-    from megaponder.cli.configuration import load
+    from megaponder.cli import configuration
+    from megaponder.monitor.start_end import starting
     from megaponder.training import early_signals, exit_code, shortage
 
     early_signals.listen()
+    starting("configuration")
 
     with exit_code.noted():
         shortage.check_limits()
         exit_code.forget_earlier_attempts(launcher.adopt().rank)
-        cfg = load(args.config, args.overrides)
+        read = configuration.read(args.config, args.overrides)
+        starting("imports")
+        from megaponder.training.job import train
+
+        starting("configuration")
+        cfg = resolve(read)
         if args.profile and not cfg.logging.profile_steps:
             cfg.logging.profile_steps = [4, 5]
         if args.preflight:
@@ -82,8 +90,6 @@ def run(args: argparse.Namespace) -> int:
 
             preflight(cfg)
             return 0
-        from megaponder.training.job import train
-
         try:
             code = train(cfg)
         except LostRank as error:

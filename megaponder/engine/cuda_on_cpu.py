@@ -2,7 +2,7 @@
 
 megatron-core 0.16 writes `device="cuda"`, `torch.cuda.current_device()` and `torch.cuda.FloatTensor` into its
 schedules, optimizers and communication.  `install()` redirects these few calls to their CPU counterparts; if a GPU is
-present it does nothing.  Call it before the first `import megatron.core`.
+present it only makes the import of megatron-core faster.  Call it before the first `import megatron.core`.
 """
 
 from __future__ import annotations
@@ -90,13 +90,19 @@ def install() -> bool:
     """Map "cuda" to the CPU if there is no GPU; returns whether the mapping is active.  Safe to call repeatedly."""
     global _installed
     if torch.cuda.is_available():
+        _import_with(_compiled_later)
         return False
     if _installed:
         return True
     _installed = True
     # installed for GPUs but of no use here: megatron-core would call its CUDA kernels
     sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]
-    _import_uncompiled()
+    if "torch._dynamo" in sys.modules:  # already imported elsewhere: megatron-core's kernels must not use it
+        torch._dynamo.config.disable = True
+    _import_with(_as_it_is)
+    from megatron.core import jit
+
+    jit.disable_jit_fuser()  # for modules of it that are imported later
     cpu = torch.device("cpu")
     replacements = {
         "current_device": lambda: cpu,
@@ -129,21 +135,36 @@ def install() -> bool:
     return True
 
 
-def _import_uncompiled() -> None:
-    """Import megatron-core without the compiler that it decorates small kernels with.
+def _import_with(decorator: Any) -> None:
+    """Import megatron-core with `decorator` in place of torch.compile, which it decorates small kernels with.
 
-    On a CPU users would wait for TorchDynamo and Inductor twice: half of the import time, then compiling each kernel.
+    The compiler alone is half of the import time, wherever it is applied, and on a CPU compiling takes longer than it
+    saves.
     """
-    if "torch._dynamo" in sys.modules:  # already imported elsewhere: megatron-core's kernels must not use it
-        torch._dynamo.config.disable = True
-    compiler, torch.compile = torch.compile, _as_it_is  # type: ignore[assignment]
+    if "megatron.core" in sys.modules:
+        return
+    compiler, torch.compile = torch.compile, decorator
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # megatron-core lists the GPU libraries that it does not find
-            from megatron.core import jit
+            from megatron.core import jit  # noqa: F401  its later modules take the decorator from here
     finally:
         torch.compile = compiler
-    jit.disable_jit_fuser()  # for modules of it that are imported later
+
+
+def _compiled_later(function: Any = None, **options: Any) -> Any:
+    """torch.compile, at the function's first call."""
+    if function is None:
+        return functools.partial(_compiled_later, **options)
+    compiled: list[Any] = []
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not compiled:
+            compiled.append(torch.compile(function, **options))
+        return compiled[0](*args, **kwargs)
+
+    return call
 
 
 def _as_it_is(function: Any = None, **options: Any) -> Any:

@@ -109,7 +109,8 @@ def init(cfg: RunConfig) -> Groups:
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(cfg.train.seed, force_reset_rng=True)
-    torch.use_deterministic_algorithms(cfg.train.deterministic, warn_only=True)
+    if cfg.train.deterministic != torch.are_deterministic_algorithms_enabled():  # the call imports PyTorch's compiler
+        torch.use_deterministic_algorithms(cfg.train.deterministic, warn_only=True)
     return Groups(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),

@@ -11,6 +11,7 @@ from megaponder.monitor.memory import cuda_memory
 from megaponder.monitor.phases import OUTSIDE, STEP, PhaseClock
 from megaponder.monitor.registry import SKIP_REASONS
 from megaponder.monitor.row import Row
+from megaponder.monitor.start_end import sentence
 from megaponder.monitor.throughput import Costs, Throughput
 from megaponder.monitor.trackers import TensorBoard, Tracker, WandB
 
@@ -85,6 +86,11 @@ class Monitor:
         if self._exporter is not None:
             self._exporter.stepped(step, sum(parts.values()), parts)
         return parts
+
+    def started(self, seconds: dict[str, float]) -> None:
+        """The process's first step has ended; what its start took, by phase."""
+        self.say(sentence("to the end of the first step", seconds))
+        self._noted |= {"start_seconds": sum(seconds.values())} | {f"start_{p}_seconds": s for p, s in seconds.items()}
 
     def seconds(self) -> float:
         """Training time of the steps since the last row."""

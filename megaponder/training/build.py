@@ -22,6 +22,7 @@ from megaponder.monitor import identity
 from megaponder.monitor.monitor import Monitor
 from megaponder.monitor.phases import PhaseClock
 from megaponder.monitor.pondered import Pondered
+from megaponder.monitor.start_end import starting
 from megaponder.ponder.settings import method_of
 from megaponder.ranks import on_first_rank
 from megaponder.training import setup
@@ -89,6 +90,7 @@ def build(cfg: RunConfig, groups: Groups, stack: ExitStack) -> Run:
     """
     folder, total = Path(cfg.run), cfg.train.steps
     assert total is not None
+    starting("data")
     clock = PhaseClock()
     stop = stack.enter_context(StopFlag(groups.device, folder))
     stack.enter_context(own_run(folder))
@@ -96,21 +98,28 @@ def build(cfg: RunConfig, groups: Groups, stack: ExitStack) -> Run:
 
     data = SameData(cfg)
     method = method_of(cfg)
+    starting("model")
     built = setup.graphs_that_fit(cfg, method, groups.device, groups.world_size)
     engine = build_engine(built, method, groups)
+    starting("optimizer")
     optimizer = build_optimizer(cfg, engine.ddp)
+    starting("monitor")
     monitor = Monitor(cfg, total, setup.costs(cfg, method, groups.world_size), groups.logs(), clock)
     faults = Faults(cfg.faults, folder, monitor.say, groups.device)
     profile = stack.enter_context(Profile(cfg.logging, folder, groups.rank, partial(print, flush=True)))
     stragglers = Stragglers(cfg.faults.straggler_ratio, groups.device)
 
+    starting("checkpoint")
     state = resume(cfg, engine.stage, optimizer, data, monitor.say)
     total = monitor.total = last_step(cfg, state.step, state.sequences, state.tokens)
     schedule = build_schedule(cfg.schedule, cfg.optimizer, total)
+    starting("data")
     batches = Batches(cfg, total, state, faults.record, groups, data.opened)
+    starting("checkpoint")
     saver = Saver(
         folder / "checkpoints", cfg, engine.stage, optimizer, data.stored(), state.step, published=monitor.saved
     )
+    starting("monitor")
     on_first_rank(lambda: setup.write_config(cfg))
     data.write(folder)
     stack.callback(monitor.close)

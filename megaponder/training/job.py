@@ -7,8 +7,10 @@ import warnings
 
 from megaponder.config import launcher
 from megaponder.config.schema import ParallelConfig, RunConfig
+from megaponder.engine import cuda_on_cpu
 from megaponder.engine import groups as process_groups
 from megaponder.errors import LostRank, UserError, first_line, is_lost_connection
+from megaponder.monitor.start_end import ended, ending, sentence, starting
 from megaponder.ranks import gather
 from megaponder.training import setup
 from megaponder.training.exit_code import leave, stopped
@@ -29,13 +31,18 @@ def train(cfg: RunConfig) -> int:
     warnings.filterwarnings("ignore", module=r"megatron\.core")  # its deprecations, and libraries it does not find
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # its collectives
     warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf")  # its sharded optimizer
+    starting("configuration")
     cfg = _complete_on_all_ranks(cfg)
     try:
+        starting("processes")
         process_groups.start(cfg)
         setup.refuse_different_ranks(cfg)  # before groups of the configured sizes
-        groups = process_groups.init(cfg)  # it also prepares machines without a GPU for megatron-core's first import
+        starting("imports")
+        cuda_on_cpu.install()  # before megatron-core's first import
         from megaponder.training.loop import run
 
+        starting("processes")
+        groups = process_groups.init(cfg)
         code = run(cfg, groups)
     except Exception as error:
         if isinstance(error, LostRank) or not is_lost_connection(error):
@@ -43,7 +50,10 @@ def train(cfg: RunConfig) -> int:
         why = first_line(error) or type(error).__name__
         raise LostRank(f"Another rank was lost, or never started, before the first step ({why}).") from error
     # not after an error: a rank that fails alone must exit at once instead of waiting here for the others
+    ending("processes")
     _shut_down(code)
+    if groups.logs() and (seconds := ended()):
+        print(sentence("after the last save", seconds), flush=True)
     return code
 
 
@@ -57,6 +67,7 @@ def _complete_on_all_ranks(cfg: RunConfig) -> RunConfig:
         cfg = setup.complete(cfg)
     except UserError as error:
         problem = error
+    starting("processes")
     if launcher.place().world_size > 1:
         try:
             process_groups.start(

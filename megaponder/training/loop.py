@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 from megaponder.config.schema import RunConfig
 from megaponder.engine.groups import Groups
+from megaponder.monitor.start_end import ending, started, starting
 from megaponder.ranks import on_first_rank
 from megaponder.training import stop as stopping
 from megaponder.training import tasks
@@ -35,6 +36,7 @@ def run(cfg: RunConfig, groups: Groups) -> int:
 def loop(run: Run) -> int:
     """Steps until the budget is spent (returns 0) or all ranks agree to stop (what asked for it)."""
     cfg, clock, engine, optimizer, faults = run.cfg, run.clock, run.engine, run.optimizer, run.faults
+    starting("first_step")
     while run.state.step < run.total and not faults.starved:
         before = run.batches.skip_left_out(run.state)
         step = before.step + 1
@@ -63,6 +65,8 @@ def loop(run: Run) -> int:
         clock.enter("report")
         batch = run.batches.size(before)
         seconds = run.report.stepped(step)
+        if (start := started()) is not None:
+            run.monitor.started(start)
         after = before.after(batch, cfg.data.sequence_length)
         after = run.spent.add(after, batch * cfg.data.sequence_length, out, seconds)
         run.state = state = faults.after(before, after, out.loss, norm, run.batches.source)
@@ -110,6 +114,7 @@ def finish(run: Run, asked: int) -> int:
     if run.state.step > run.saver.newest:
         save(run)
     run.saver.wait()
+    ending("engine")
     if run.faults.starved:
         run.engine.close()
         raise run.faults.starved_after(run.state.step)
@@ -123,6 +128,7 @@ def finish(run: Run, asked: int) -> int:
         if asked == stopping.STOP_FILE:
             on_first_rank(run.stop.clear)
     run.engine.close()
+    ending("monitor")
     return stopping.EXIT_CODES.get(asked, 0)
 
 

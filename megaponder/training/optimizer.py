@@ -17,6 +17,7 @@ def build_optimizer(cfg: RunConfig, ddp: DistributedDataParallel) -> MegatronOpt
 
     megatron-core takes the fused kernel of Transformer Engine or NVIDIA apex where one is installed, else torch's.
     """
+    _leave_compiler_alone()
     options = cfg.optimizer
     bf16 = cfg.precision.dtype == "bf16"
     not_decayed = ParamKey(name="*.bias", predicate=ParamPredicate("vector", lambda p: p.dim() <= 1))
@@ -41,6 +42,14 @@ def build_optimizer(cfg: RunConfig, ddp: DistributedDataParallel) -> MegatronOpt
         config_overrides=overrides,
         use_gloo_process_groups=False,
     )
+
+
+def _leave_compiler_alone() -> None:
+    """Let PyTorch's optimizers not import its compiler: they do, for two seconds, only to tell it to skip them."""
+    for method in vars(torch.optim.Optimizer).values():
+        function = getattr(method, "__wrapped__", None)
+        if function is not None and not hasattr(function, "__dynamo_disable"):
+            setattr(function, "__dynamo_disable", function)
 
 
 def set_lr(optimizer: MegatronOptimizer, cfg: RunConfig, lr: float, step: int) -> None:

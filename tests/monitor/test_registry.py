@@ -23,6 +23,7 @@ LABELS = {
     "tensor": "grad",
     "set": "wiki",
     "task": "piqa_acc",
+    "phase": "first_step",
 }
 
 
