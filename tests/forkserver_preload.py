@@ -16,3 +16,7 @@ if not Path("/dev/nvidiactl").exists():  # a process that has touched CUDA canno
     cuda_on_cpu.install()
     import megatron.core.dist_checkpointing
     import megatron.core.optimizer  # noqa: F401
+
+    import megaponder.ponder.settings
+    import megaponder.training.job
+    import megaponder.training.loop  # noqa: F401
