@@ -46,17 +46,24 @@ def chosen(size: str, tokens: int | None, patterns: list[str] | None) -> list[Ro
     return list({row.name: row for row in found}.values())
 
 
-def flops_left(row: Row, task: dict) -> float:  # type: ignore[type-arg]
-    """Training FLOPs that the row still needs."""
+def job_of(row: Row, task: dict, run: Path) -> queue.Job:  # type: ignore[type-arg]
+    """The row for the queue, with the training FLOPs that it still needs and the memory that it takes."""
     from megaponder.config.load import from_mapping
     from megaponder.config.resolve import resolve
+    from megaponder.plan.build import own_parameters
     from megaponder.plan.flops import mean_needed
+    from megaponder.plan.memory import fullest
+    from megaponder.ponder.facts import facts_of
     from megaponder.ponder.settings import method_of
 
     cfg = resolve(from_mapping(task["config"]))
+    method = method_of(cfg)
     saved = sorted((Path(cfg.run) / "checkpoints").glob("step_*"))
     done = int(saved[-1].name[5:]) / row.steps if saved else 0.0
-    return mean_needed(cfg, method_of(cfg)) * row.tokens * (1 - done)
+    own = own_parameters(method, cfg.model.num_layers or 0)
+    planned = fullest(cfg, facts_of(method, row.seed), method.longest(row.seed), 1, own, te=True)
+    flops = mean_needed(cfg, method) * row.tokens * (1 - done)
+    return queue.Job(row.name, run / "row.json", run / "row.log", flops, queue.MORE * planned + queue.CONTEXT)
 
 
 @script
@@ -81,7 +88,7 @@ def main(argv: list[str] | None = None) -> None:
     args = options.parse_args(argv)
     begin = time.monotonic()
     if args.report:
-        say(f"{report.write(args.out, args.size)[-1]}: open it in a browser.")
+        say(f"{report.write(args.out, args.size, args.tokens)[-1]}: open it in a browser.")
         return
     wanted = chosen(args.size, args.tokens, args.rows)
     if args.list:
@@ -112,11 +119,12 @@ def main(argv: list[str] | None = None) -> None:
         else:
             task = rows_run.task(row, text, run, out, cuda, words)
             queue.write(run / "row.json", task)
-            jobs.append(queue.Job(row.name, run / "row.json", run / "row.log", flops_left(row, task)))
+            jobs.append(job_of(row, task, run))
     minutes = None if args.minutes is None else args.minutes - (time.monotonic() - begin) / 60
     gpus = max(1, torch.cuda.device_count())
     rate = queue.RATES["cuda" if cuda else "cpu"] * gpus
-    done = queue.run(jobs, args.parallel or (7 * gpus if cuda else 1), minutes, rate, say, gpus)
+    room = float(torch.cuda.mem_get_info()[1]) if cuda else float("inf")
+    done = queue.run(jobs, args.parallel or (7 * gpus if cuda else 1), minutes, rate, say, gpus, room)
     if len(done) < len(jobs):
         say(f"{len(jobs) - len(done)} of {len(jobs)} rows remain; the same command goes on.")
 

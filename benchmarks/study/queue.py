@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,8 @@ START = 60.0
 RATES = {"cuda": 4e14, "cpu": 5e9}
 """Guess of FLOP/s until a row has ended, for a row that runs beside others of its own size: more than all rows of a
 device reach together (1.75e14 on an H200), since most are lighter."""
+MORE, CONTEXT = 1.35, 1.5e9
+"""Memory of a row that shares a GPU, beyond its plan: caches of graphs and allocator (seen: 1.0 to 1.33), and CUDA."""
 
 
 @dataclass
@@ -34,14 +36,23 @@ class Job:
     log: Path
     flops: float
     """Needed by what is left of its training."""
+    memory: float = 0.0
+    """Bytes that it takes on a GPU."""
 
 
 def run(
-    jobs: list[Job], parallel: int, minutes: float | None, rate: float, say: Callable[[str], None], gpus: int = 1
+    jobs: list[Job],
+    parallel: int,
+    minutes: float | None,
+    rate: float,
+    say: Callable[[str], None],
+    gpus: int = 1,
+    room: float = float("inf"),
 ) -> list[str]:
     """Run the jobs; names of those that have ended.  Those that cannot end in time are not started.
 
     `rate`: FLOP/s of all rows together, as far as is known; what is seen of the first that end replaces it.
+    `room`: bytes of each GPU.  A row waits until one has the memory for it; one that runs alone is not held back.
     """
     begin = time.monotonic()
     end = None if minutes is None else begin + 60 * minutes
@@ -54,11 +65,18 @@ def run(
     def needs(job: Job) -> float:
         return START + job.flops * parallel / rate
 
+    def ready() -> tuple[Job, int] | None:
+        if len(going) >= parallel:
+            return None
+        return place(
+            [j for j in waiting if needs(j) < left()], [(job, gpu) for job, _, gpu in going.values()], gpus, room
+        )
+
     try:
         while waiting or going:
-            while len(going) < parallel and (job := next((j for j in waiting if needs(j) < left()), None)) is not None:
+            while (found := ready()) is not None:
+                job, gpu = found
                 waiting.remove(job)
-                gpu = min(range(gpus), key=lambda g: sum(g == used for _, _, used in going.values()))
                 going[_start(job, gpu if gpus > 1 else None)] = (job, time.monotonic(), gpu)
                 say(f"{job.name}: started; {left():.0f} s are left." if end else f"{job.name}: started.")
             if not going:
@@ -86,6 +104,16 @@ def run(
     for job in waiting:
         say(f"{job.name}: not started; it needs about {needs(job):.0f} s.")
     return done
+
+
+def place(waiting: Sequence[Job], going: Sequence[tuple[Job, int]], gpus: int, room: float) -> tuple[Job, int] | None:
+    """The first job that some GPU has room for, and of those GPUs the one with the fewest jobs."""
+    on = [[job for job, its in going if its == gpu] for gpu in range(gpus)]
+    for job in waiting:
+        free = [g for g in range(gpus) if not on[g] or sum(j.memory for j in on[g]) + job.memory <= room]
+        if free:
+            return job, min(free, key=lambda g: len(on[g]))
+    return None
 
 
 def _start(job: Job, gpu: int | None) -> subprocess.Popen[bytes]:

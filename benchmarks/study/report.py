@@ -7,16 +7,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.study import answers
+from benchmarks.study.rows import SIZES
 from megaponder.compare import page
 from megaponder.compare.results import Group, Point, Result, Sweep, kind
 from megaponder.errors import UserError
 
 
-def read(folder: Path, size: str) -> list[dict[str, Any]]:
-    """The results of a size; UserError where there is none."""
-    found = [json.loads(p.read_text()) for p in sorted(folder.glob(f"{size}.*.json"))]
+def read(folder: Path, size: str, tokens: int) -> list[dict[str, Any]]:
+    """The results of a size that saw so many tokens; UserError where there is none."""
+    every = [json.loads(p.read_text()) for p in sorted(folder.glob(f"{size}.*.json"))]
+    found = [row for row in every if row["tokens"] == tokens]
     if not found:
-        raise UserError(f"--out {folder}: there is no result of size {size} in it.")
+        others = ", ".join(f"{n}" for n in sorted({row["tokens"] for row in every})) or "none"
+        raise UserError(
+            f"--out {folder}: it has no result of size {size} with --tokens {tokens} (with other numbers: {others})."
+        )
     return found
 
 
@@ -55,9 +61,10 @@ def groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
     return sorted(made, key=lambda g: g.mean("loss") or 0.0)
 
 
-def write(folder: Path, size: str) -> list[Path]:
-    """Figure, tables and page of a size, in `folder`; their paths."""
-    rows = read(folder, size)
+def write(folder: Path, size: str, tokens: int | None) -> list[Path]:
+    """Figure, tables, answers and page of a size, in `folder`; their paths."""
+    usual = SIZES[size].tokens
+    rows = read(folder, size, usual if tokens is None else tokens)
     made = groups(rows)
     first = rows[0]
     corpus = first["corpus"]
@@ -71,4 +78,7 @@ def write(folder: Path, size: str) -> list[Path]:
         "Losses in nats per token; the table's are of all held-out text, with the standard deviation over seeds, "
         "those of the figure of parts of it.",
     ]  # fmt: skip
-    return page.write(folder / size, f"The study at {size}", made, [], notes)
+    out = folder / (size if tokens in (None, usual) else f"{size}.{rows[0]['tokens'] / 1e6:g}M")
+    written = page.write(out, f"The study at {size}", made, [], notes)
+    (out / "answers.md").write_text(f"# The study's questions at {size}\n\n{notes[0]}\n\n{answers.text(rows)}")
+    return [out / "answers.md", *written]

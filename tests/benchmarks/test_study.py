@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.study import corpus
+from benchmarks.study import corpus, queue
 from benchmarks.study.__main__ import chosen, main
 from benchmarks.study.rows import SIZES, rows
 from megaponder.errors import UserError
@@ -65,6 +65,19 @@ def test_rows_differ_in_what_they_say_alone(tmp_path: Path) -> None:
         chosen("tiny", None, ["lop"])
 
 
+def test_a_row_waits_for_memory() -> None:
+    def job(gib: float) -> queue.Job:
+        return queue.Job(f"{gib}", Path(), Path(), 0.0, gib)
+
+    big, small = job(60), job(20)
+    assert queue.place([big, small], [], 2, 100) == (big, 0)
+    assert queue.place([big], [(big, 0)], 2, 100) == (big, 1)
+    assert queue.place([big, small], [(big, 0), (big, 1)], 2, 100) == (small, 0)
+    assert queue.place([small], [(big, 0), (small, 0), (big, 1)], 2, 100) == (small, 1)
+    assert queue.place([small], [(job(90), 0)], 1, 100) is None
+    assert queue.place([job(200)], [], 1, 100) is not None  # alone it may try
+
+
 def test_a_row_trains_and_is_evaluated_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write(tmp_path / "c")
     places = ["--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
@@ -89,3 +102,6 @@ def test_a_row_trains_and_is_evaluated_once(tmp_path: Path, capsys: pytest.Captu
     assert "done before" in told and "started" not in told
     assert main([*words, "--report"]) == 0
     assert "| ponderlm " in (tmp_path / "out" / "tiny" / "compare.md").read_text()
+    assert "| ponderlm | 0.006 | 1 | " in (tmp_path / "out" / "tiny" / "answers.md").read_text()
+    assert main([*words, "--report", "--tokens", "12"]) == 2
+    assert "with other numbers: 4096" in capsys.readouterr().err

@@ -1,0 +1,141 @@
+"""The study's questions, each with the table of the rows that answer it.
+
+A kind that was trained at several learning rates is shown at the one with the lowest loss.  "±" is the standard
+deviation over seeds; a kind with one seed has none, and a difference of less than a few thousandths says nothing then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import mean, stdev
+from typing import Any
+
+from megaponder.plan.report import si
+
+Row = dict[str, Any]
+WINDOW = 200
+"""Steps over which a budget has to hold."""
+ADAPTIVE = ("adaponderlm", "confident_ponderlm", "adaptive_cot", "ponderlm3")
+TARGETS = ("0.9", "0.7", "0.6")
+QUESTIONS = {
+    "(a) N layers with passes against 2N layers": (
+        "vanilla", "vanilla-sqrt_h", "vanilla-sqrt_2.5h", "vanilla-deeper", "loop", "ponderlm",
+    ),
+    "(b) Ways to spend passes, by inference FLOPs": (
+        "vanilla-sqrt_h", "pause", "loop", "loop-random", "huginn-like", "ouro-like", "ponderlm", "ponderlm-hidden",
+        "ponderlm-projected", "ponderlm2",
+    ),
+    "(c) AdaPonderLM that saves a tenth against PonderLM": ("ponderlm", "adaponderlm-0.9", "adaponderlm-paper"),
+    "(d) Learned against random and positional halting": tuple(
+        f"{method}-{t}" for t in TARGETS for method in (*ADAPTIVE, "pruned-random", "pruned-position")
+    ),
+    "(f) Adaptive CoT against PonderLM-2, by training FLOPs": (
+        "ponderlm2", *(f"adaptive_cot-{t}" for t in TARGETS), "adaptive_cot-paper", "adaptive_cot-mlp",
+        "adaptive_cot-none",
+    ),
+}  # fmt: skip
+
+
+def text(rows: Sequence[Row]) -> str:
+    """All questions as Markdown."""
+    parts = [f"## {title}\n\n{_losses(rows, kinds)}" for title, kinds in QUESTIONS.items()]
+    parts.insert(4, f"## (e) Who gets the passes\n\n{_who(rows)}")
+    return "\n\n".join([*parts, f"## Budgets\n\n{_budgets(rows)}"]) + "\n"
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]], absent: Sequence[str] = ()) -> str:
+    shown = [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines)] if lines else []
+    if absent:
+        shown += ["", f"Not run: {', '.join(absent)}."]
+    return "\n".join(shown)
+
+
+def _best(rows: Sequence[Row], kind: str) -> list[Row]:
+    """The seeds of a kind at its best learning rate."""
+    rates: dict[float, list[Row]] = {}
+    for row in rows:
+        if row["kind"] == kind:
+            rates.setdefault(row["lr"], []).append(row)
+    return min(rates.values(), key=lambda found: mean(r["loss"] for r in found)) if rates else []
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{mean(values):.4f}" + (f" ± {stdev(values):.4f}" if len(values) > 1 else "")
+
+
+def _losses(rows: Sequence[Row], kinds: Sequence[str]) -> str:
+    lines = []
+    for kind in kinds:
+        if found := _best(rows, kind):
+            first = found[0]
+            depth = "" if first["depth"] is None else f"{mean(r['depth'] for r in found):.2f}"
+            bits = mean(r["bits_per_byte"] for r in found)
+            costs = (si(first["needed_flops"]), si(first["flops_per_token"]))
+            lines.append(
+                [
+                    kind,
+                    f"{first['lr']:g}",
+                    f"{len(found)}",
+                    _spread([r["loss"] for r in found]),
+                    f"{bits:.4f}",
+                    depth,
+                    *costs,
+                ]
+            )
+    head = ["row", "rate", "seeds", "loss", "bits per byte", "depth", "training FLOPs", "FLOPs a token"]
+    return _table(head, lines, [kind for kind in kinds if not _best(rows, kind)])
+
+
+def _who(rows: Sequence[Row]) -> str:
+    lines = []
+    for kind in (f"{method}-{t}" for t in TARGETS for method in (*ADAPTIVE, "pruned-random")):
+        found = [a for r in _best(rows, kind) if (a := r.get("evaluation", {}).get("analysis"))]
+        if found:
+            own = [a["policy"] for a in found]
+            score = [d for a in found if "gain" in (d := a["decisions"][-1])]
+            lines.append([
+                kind,
+                _mean(p["depth_nll_correlation"] for p in own),
+                _mean(p["depth_benefit_rank_correlation"] for p in own),
+                *(_mean((p[by]["minus_policy"] for p in own), "+.4f") for by in ("shuffled", "uniform")),
+                _mean(d["rank_correlation"] for d in score),
+            ])  # fmt: skip
+    head = [
+        "row", "r(depth, NLL)", "rank r(depth, benefit)", "shuffled depths cost", "uniform depth costs",
+        "rank r(score, benefit), last decision",
+    ]  # fmt: skip
+    return _table(head, lines)
+
+
+def _mean(values: Iterator[float | None], form: str = "+.3f") -> str:
+    known = [v for v in values if v is not None]
+    return format(mean(known), form) if known else ""
+
+
+def budget(row: Row) -> tuple[float, float, float, float]:
+    """Of a row with a target: its budget, mean depth of training from the end of the ramp on, the largest error of any
+    `WINDOW` steps of it (of all, where there are fewer), and held-out depth; in passes (rows of ponderlm3)."""
+    options = row["config"]["ponder"]["options"]
+    most = options["latents"] + 1 if "latents" in options else options["steps"] + 1
+    wanted = row["target"] * most
+    end = options.get("ramp_end", 0)
+    seen = [d for d in row["depth_in_training"] if d["step"] > end]
+    every = (seen[-1]["step"] - seen[0]["step"]) / max(1, len(seen) - 1)
+    n = min(len(seen), max(1, round(WINDOW / every)))
+    windows = [mean(d["depth"] for d in seen[i : i + n]) for i in range(len(seen) - n + 1)]
+    return wanted, mean(d["depth"] for d in seen), max(abs(w - wanted) for w in windows), row["depth"]
+
+
+def _budgets(rows: Sequence[Row]) -> str:
+    lines = []
+    for row in sorted(rows, key=lambda r: (r["method"], -(r["target"] or 0), r["lr"], r["seed"])):
+        if row["method"] in ADAPTIVE and row["target"]:
+            wanted, trained, worst, held = budget(row)
+            lines.append([
+                row["kind"], f"{row['lr']:g}", str(row["seed"]), f"{wanted:.2f}", f"{trained:.3f}", f"{worst:.3f}",
+                f"{held:.3f}", f"{held - wanted:+.3f}",
+            ])  # fmt: skip
+    head = [
+        "row", "rate", "seed", "budget", "training", f"largest error of {WINDOW} steps", "held-out text", "error there",
+    ]  # fmt: skip
+    return _table(head, lines)
