@@ -9,6 +9,7 @@ The unit is one real token: a pass with m slots a token runs m rows of the stack
     attention   4 L H_q a visible key; row i of m n rows sees i + 1 keys of each key set
     head        2 V H, in the last pass
     extra       as given by the method (`extra_flops`): vocabulary mixtures, gates
+    training    as given by the method (`training_flops`), forward and backward: losses of passes before the last
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class PassFlops:
     attention: float
     head: float
     extra: float
+    training: float = 0.0
+    """FLOPs of training alone, with their backward; in no other number of the pass."""
     trained: float = 1.0
     """Share of them that has a backward: all, or in passes without gradient the prelude of the first one."""
 
@@ -71,7 +74,8 @@ class StepFlops:
 
     def needed_of(self, active: Sequence[float]) -> float:
         """`needed`, if only these shares of the tokens take part in each pass."""
-        return sum(a * (1 + BACKWARD * p.trained) * p.total for a, p in zip(active, self.passes, strict=True))
+        each = [(1 + BACKWARD * p.trained) * p.total + p.training for p in self.passes]
+        return sum(a * flops for a, flops in zip(active, each, strict=True))
 
     def executed_of(self, active: Sequence[float]) -> float:
         """`executed`, if only these shares of the tokens are computed in each pass."""
@@ -100,6 +104,7 @@ def pass_flops(cfg: RunConfig, method: MethodLike, p: PassLike) -> PassFlops:
         attention=p.key_sets * attention_flops(model, cfg.data.sequence_length, p.slots, layers),
         head=2.0 * model.vocab_size * model.hidden_size if p.last else 0.0,
         extra=method.extra_flops(p, model.vocab_size),
+        training=method.training_flops(p, model.vocab_size),
     )
     if p.grad:
         return made

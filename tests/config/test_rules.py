@@ -367,6 +367,9 @@ class Drawn:
     def extra_flops(self, p: Any, vocab_size: int) -> float:
         return 0.0
 
+    def training_flops(self, p: Any, vocab_size: int) -> float:
+        return 0.0
+
 
 def test_facts_of_a_method() -> None:
     assert facts_of(Drawn()) == MethodFacts(4, 2, 2, True, True)

@@ -128,7 +128,29 @@ def test_random_plans_are_averaged() -> None:
         def extra_flops(self, p: Any, vocab_size: int) -> float:
             return 0.0
 
+        def training_flops(self, p: Any, vocab_size: int) -> float:
+            return 0.0
+
     assert mean_needed(cfg, Drawn()) == pytest.approx(1.5 * mean_needed(cfg, method))
+
+
+def test_what_gates_learn_from_costs_training_alone() -> None:
+    """A budget of 3.6 of 4 passes: the losses after the third and the fourth are read, forward only."""
+    head = 2 * 50304 * 1024
+    plain = config("llama-410m", "adaponderlm", steps=3)
+    held = config("llama-410m", "adaponderlm", steps=3, target=0.9)
+    shares = [1.0, 1.0, 1.0, 0.6]
+    flops = step_flops(held, method_of(held))
+    assert [p.training for p in flops.passes] == [0, 0, head, head]
+    assert flops.needed_of(shares) == pytest.approx(
+        3 * sum(a * p.total for a, p in zip(shares, flops.passes, strict=True)) + 1.6 * head
+    )
+    saved = 2 * 2 * method_of(held).options.gate_width * 1024**2  # gates of passes that all tokens run are not asked
+    decoded = [inference_flops(c, method_of(c), shares) for c in (plain, held)]
+    assert decoded[0] - decoded[1] == pytest.approx(saved)
+    for stage, factor in ((1, 3), (2, 1)):
+        ouro = config("llama-410m", "ouro", loops=4, stage=stage)
+        assert [p.training for p in step_flops(ouro, method_of(ouro)).passes] == [factor * head] * 3 + [0]
 
 
 def test_truncated_depth_saves_backwards() -> None:

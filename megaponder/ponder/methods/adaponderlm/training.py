@@ -182,9 +182,12 @@ class AdaPonderLM(Budgeted, AlignedHalting):
     def extra_flops(self, p: Pass, vocab_size: int) -> float:
         h = self.shape.hidden_size
         kinds = {"none": 0.0, "linear": 2.0 * h, "mlp": 2.0 * self.options.gate_width * h**2}
-        gate, losses = kinds[self.options.router], 0.0
-        if self.window is not None and p.index + 1 < self.window.least:
+        gate = kinds[self.options.router]
+        if p.last or (self.window is not None and p.index + 1 < self.window.least):
             gate = 0.0
-        elif self.window is not None:
-            losses = 2.0 * vocab_size * h
-        return super().extra_flops(p, vocab_size) + (0.0 if p.last else gate) + losses
+        return super().extra_flops(p, vocab_size) + gate
+
+    def training_flops(self, p: Pass, vocab_size: int) -> float:
+        if self.window is None or p.index + 1 < self.window.least:
+            return 0.0
+        return 2.0 * vocab_size * self.shape.hidden_size  # what a pass brought, without a gradient

@@ -226,10 +226,11 @@ class AdaptiveCot(Budgeted, Method):
 
     def extra_flops(self, p: Pass, vocab_size: int) -> float:
         h, kind = self.shape.hidden_size, self.options.router
-        head, mlp = 2.0 * vocab_size * h, 2.0 * self.options.gate_width * h**2
+        mlp = 2.0 * self.options.gate_width * h**2
         gate = 0.0 if p.last else {"none": 0.0, "linear": 2.0 * h, "mlp": mlp}[kind]
-        if self.window is None:
-            return gate + (head if self._costs() and not p.last else 0.0)
-        if p.index + 1 < self.window.least:
-            return gate
-        return gate + head + (0.0 if p.last else mlp)
+        decides = self.window is not None and p.index + 1 >= self.window.least and not p.last
+        return gate + (mlp if decides else 0.0)
+
+    def training_flops(self, p: Pass, vocab_size: int) -> float:
+        reads = self._costs() and not p.last if self.window is None else p.index + 1 >= self.window.least
+        return 2.0 * vocab_size * self.shape.hidden_size if reads else 0.0  # how good a pass is, without a gradient

@@ -144,5 +144,8 @@ class Ouro(Method):
         return share
 
     def extra_flops(self, p: Pass, vocab_size: int) -> float:
-        h = self.shape.hidden_size
-        return 2.0 * h + (0.0 if p.last else 2.0 * vocab_size * h)
+        return 2.0 * self.shape.hidden_size
+
+    def training_flops(self, p: Pass, vocab_size: int) -> float:
+        head = 2.0 * vocab_size * self.shape.hidden_size
+        return 0.0 if p.last else head * (3.0 if self.options.stage == 1 else 1.0)  # stage 2 trains the gate alone
