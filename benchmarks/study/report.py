@@ -75,8 +75,8 @@ def write(folder: Path, size: str, tokens: int | None) -> list[Path]:
         f"{corpus['heldout']['all']['bytes'] / 1e6:.2f} MB. sha256: "
         + ", ".join(f"{name} {value[:16]}" for name, value in corpus["files"].items()) + ".",
         f"From: {'; '.join(origins)}.",
-        "Losses in nats per token; the table's are of all held-out text, with the standard deviation over seeds, "
-        "those of the figure of parts of it.",
+        "Losses are in nats per token. Those in the first table are of all held-out text, with the standard deviation "
+        "over seeds; those in the curves, and all numbers about depth, are of a part of it.",
     ]  # fmt: skip
     out = folder / (size if tokens in (None, usual) else f"{size}.{rows[0]['tokens'] / 1e6:g}M")
     written = page.write(out, f"The study at {size}", made, [], notes)

@@ -42,15 +42,15 @@ from megaponder.ponder.base import ExitTools, Shape
 from megaponder.ponder.halting import linear32, ramp
 
 GAIN = 0.2
-"""Of c, in standard deviations of the score for a depth that is wrong by 1."""
+"""How far c moves, in standard deviations of the score, when the depth is wrong by 1."""
 FARTHEST = 1.5
-"""Limit of c, so that it comes back soon where for a while no threshold could have held the budget."""
+"""Limit of c: after a time in which no threshold could have held the budget, c comes back soon."""
 RATE = 0.3
-"""Of the moving mean and variance of the scores."""
+"""Weight of the newest step in the moving mean and variance of the scores."""
 SLOW = 0.02
-"""Of the moving mean of b^2."""
+"""Weight of the newest step in the moving mean of b^2."""
 LARGEST = 3.0
-"""Benefits beyond are cut, in nats."""
+"""Benefits are cut off here, in nats."""
 THETA, MEAN, VARIANCE, CORRECTION, SIGMA2, SHARE, STEPS = range(7)
 SUMS = ("seen", "score", "score_sq", "ran", "benefit_sq")
 PRICE = "price_of_a_pass"

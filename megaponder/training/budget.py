@@ -46,8 +46,8 @@ class Budget:
         spent, budget = (sum(x) / len(self._spent) for x in zip(*self._spent, strict=True))
         if abs(spent - budget) <= OFF:
             return None
-        how = "" if self._method.window is not None else "; ponder.options.target holds one"
-        return f"Tokens ran {spent:.2f} passes in the mean of the last {OVER} steps; the budget is {budget:.2f}{how}."
+        how = "" if self._method.window is not None else "; ponder.options.target would hold it"
+        return f"Over the last {OVER} steps a token ran {spent:.2f} passes on average; the budget is {budget:.2f}{how}."
 
     def _one_gate(self, stats: Mapping[str, float]) -> str | None:
         active = depth.active_shares(stats)
@@ -56,14 +56,14 @@ class Budget:
         if gates < 2 or sum(halted) < HALTS or max(halted) < ONE * sum(halted):
             return None
         share, gate = max(halted) / sum(halted), halted.index(max(halted))
-        return f"All halting sits in one gate: of the tokens that halt early, {share:.0%} halt after pass {gate}."
+        return f"One gate does all the halting: of the tokens that halt early, {share:.0%} halt after pass {gate}."
 
     def _price(self) -> str | None:
         if not self._prices or (price := sum(self._prices) / len(self._prices)) >= 0:
             return None
         return (
-            f"The price of a pass is negative ({price:.4f} nats): the last passes that the budget pays for raise the "
-            "loss; use a smaller ponder.options.target."
+            f"The price of a pass is negative ({price:.4f} nats): the last passes that the budget pays for increase "
+            "the loss; use a smaller ponder.options.target."
         )
 
 
@@ -73,6 +73,6 @@ def random_is_as_good(valid: Evaluation) -> str | None:
     if at_random is None or valid.loss is None or valid.loss < at_random:
         return None
     return (
-        f"Who gets the passes makes no difference: the held-out loss is {valid.loss:.4f}, and {at_random:.4f} with as "
-        "many passes spread at random."
+        f"It makes no difference which tokens get the passes: the held-out loss is {valid.loss:.4f}, and "
+        f"{at_random:.4f} when as many passes go to tokens at random."
     )

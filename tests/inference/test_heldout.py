@@ -93,6 +93,22 @@ def test_the_command_tells_datasets_variants_and_flops(tmp_path: Path, capsys: p
     assert told["1 pass"]["together"]["flops_per_token"] < whole["flops_per_token"] / 2
 
 
+def test_fewer_passes_of_a_model_with_gates_are_all_tokens_stopping_there(tmp_path: Path) -> None:
+    from megaponder.export import reference
+
+    checkpoints.make("llama", "adaponderlm", tmp_path / "run", {"sequence_length": LENGTH}, method_options={
+        "steps": 3, "threshold": 0.0,
+    })  # fmt: skip
+    prefix, _ = written(tmp_path / "text", 3 * LENGTH)
+    cfg, state = heldout.read_model(tmp_path / "run")
+    for passes in (1, 3):
+        fewer = variants.with_passes(cfg, passes)
+        [found] = heldout.score_all(fewer, state, {"text": prefix}).values()
+        with reference.engine(cfg, state) as engine:
+            engine.stage.method.forced = torch.tensor(passes)
+            assert found.loss == pytest.approx(heldout.score(engine, cfg, prefix).loss, rel=1e-6)
+
+
 def test_thresholds_are_fitted_to_a_mean_depth(tmp_path: Path) -> None:
     from megaponder.export import reference
 

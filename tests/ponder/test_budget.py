@@ -11,6 +11,7 @@ from megaponder.decoding.window import window
 from megaponder.errors import ConfigError
 from megaponder.ponder.base import Shape
 from megaponder.ponder.budget import Budgeted, lottery
+from megaponder.ponder.facts import facts_of
 from megaponder.ponder.registry import build_method
 
 SHAPE = Shape("llama", 2, 32)
@@ -38,6 +39,7 @@ def test_impossible_targets_are_refused(method: str, target: float, nearest: str
 
 def test_a_ramp_leads_from_all_passes_to_the_budget() -> None:
     method = build_method("adaponderlm", {"target": 0.75, "ramp_start": 10, "ramp_end": 20}, SHAPE)
+    assert facts_of(method, 1).has_parameters  # which builds its modules on no device
     assert [method.budget(s) for s in (0, 10)] == [4.0, 4.0]
     assert method.budget(20) == pytest.approx(3.0) and method.budget(999) == pytest.approx(3.0)
     assert 3.0 < method.budget(15) < 4.0  # type: ignore[operator]

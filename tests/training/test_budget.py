@@ -38,7 +38,7 @@ def test_a_budget_that_is_missed_is_named() -> None:
         said = _told({"target": 0.6}, _active(1, 1, 0.5) | {"wanted_depth": depth})["budget"]
         assert said is not None and f"{depth:.2f} passes" in said and "budget is 2.40" in said
     paper = _told({"bottom_share": 0.1}, _active(1, 1, 0.1, 0.1))
-    assert paper["budget"] is not None and "budget is 3.60; ponder.options.target holds one" in paper["budget"]
+    assert paper["budget"] is not None and "budget is 3.60; ponder.options.target would hold it" in paper["budget"]
     assert paper["one gate"] is not None and "100% halt after pass 1" in paper["one gate"]
 
 
