@@ -7,14 +7,15 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor, nn
+
 from megaponder.config.schema import RunConfig
 from megaponder.errors import ConfigError
 from megaponder.ponder.base import PARAMETER_PREFIX
 from megaponder.ponder.settings import method_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megaponder.engine.step import Engine
 
 PASSES = {"ponderlm": ("steps", -1), "loop": ("extra_passes", -1), "adaptive_cot": ("steps", -1),
@@ -78,9 +79,17 @@ def with_passes(cfg: RunConfig, passes: int) -> RunConfig:
 
 
 def own_weights(cfg: RunConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The trained model's weights that a variant of it uses: one pass needs none of the method's."""
-    vanilla = cfg.ponder.method == "vanilla"
-    return {name: w for name, w in state.items() if not (vanilla and name.startswith(PARAMETER_PREFIX))}
+    """The trained model's weights that a variant of it uses: fewer passes need fewer gates, one pass needs none."""
+    method = method_of(cfg)
+    with torch.device("meta"):
+        parts = {"entry": method.entry_modules(), "modules": method.exit_modules(), "layers": method.layer_modules(0)}
+        own = {name: set(nn.ModuleDict(modules).state_dict()) for name, modules in parts.items()}
+
+    def used(name: str) -> bool:
+        part, _, rest = name.removeprefix(PARAMETER_PREFIX).partition(".")
+        return not name.startswith(PARAMETER_PREFIX) or (bool(own[part]) if part == "layers" else rest in own[part])
+
+    return {name: tensor for name, tensor in state.items() if used(name)}
 
 
 def fit_threshold(
