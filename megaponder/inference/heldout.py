@@ -204,12 +204,25 @@ def score(
     it in training instead, that loss stands beside it as `soft_loss`.
     """
     method = engine.stage.method
-    with deciding(method):
-        found = _score(engine, cfg, prefix, batch, length, limit, skip)
+    found = decided(engine, cfg, prefix, batch, length, limit, skip)
     if not method.weighs or method.window is not None:
         return found
     soft = _score(engine, cfg, prefix, batch, length, limit, skip)
     return replace(found, means={**found.means, "soft_loss": soft.loss})
+
+
+def decided(
+    engine: Engine,
+    cfg: RunConfig,
+    prefix: str,
+    batch: int = 8,
+    length: int | None = None,
+    limit: int | None = None,
+    skip: int = 0,
+) -> Score:
+    """`score` without `soft_loss`."""
+    with deciding(engine.stage.method):
+        return _score(engine, cfg, prefix, batch, length, limit, skip)
 
 
 def _score(

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 PASSES = {"ponderlm": ("steps", -1), "loop": ("extra_passes", -1), "adaptive_cot": ("steps", -1),
           "adaponderlm": ("steps", -1), "confident_ponderlm": ("steps", -1)}  # fmt: skip
 """Option that counts a method's passes, and what it lacks of their number."""
+CLOSE = 0.005
+"""Passes by which a fitted mean depth may be off."""
 GATES = ("adaponderlm",)
 """Methods with parameters for each pass: they cannot run more passes than they were trained with."""
 
@@ -99,15 +101,15 @@ def fit_threshold(
 
     By bisection of the threshold's logit.  The engine holds the model of `cfg` and is left with that threshold.
     """
-    from megaponder.inference.heldout import score
+    from megaponder.inference.heldout import decided
 
     options = engine.stage.method.options
 
     def measured(logit: float) -> float:
         options.threshold = 1 / (1 + math.exp(-logit))
-        return score(engine, cfg, prefix, batch, None, limit).stats["mean_depth"]
+        return decided(engine, cfg, prefix, batch, None, limit).stats["mean_depth"]
 
-    measured(nearest(measured, -20.0, 20.0, depth, tries))
+    measured(nearest(measured, -20.0, 20.0, depth, tries, within=CLOSE))
     return float(options.threshold)
 
 
