@@ -146,12 +146,16 @@ def _as_trained(result: Result) -> float | None:
 
 
 def _logarithmic(axes: Any) -> None:
-    """A logarithmic x axis with few labels, whatever its span."""
+    """A logarithmic x axis with few labels, whatever its span; a plain one where it spans less than a factor of 5."""
     from matplotlib.ticker import LogFormatterSciNotation, LogLocator, NullFormatter
 
     axes.set_xscale("log")
     low, high = axes.get_xlim()
     decades = math.log10(high / low)
+    if decades < math.log10(5):
+        axes.set_xscale("linear")
+        axes.ticklabel_format(axis="x", style="sci", scilimits=(0, 0))
+        return
     axes.xaxis.set_major_locator(
         LogLocator(subs=(1.0, 2.0, 5.0) if decades < 1.5 else (1.0, 3.0) if decades < 3 else (1.0,))
     )
