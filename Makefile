@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
+OLDEST := $(VENV)/oldest-transformers
 DEMO ?= demo-run
 JOBS ?= 2
 SCRIPTS := .ci/run docker/install.sh $(wildcard launch/*.sh launch/*.sbatch)
@@ -22,8 +23,9 @@ help: ## Show this list
 demo: env ## Train, resume, export and sample a small pondering model on the CPU; result in demo-run/
 	$(BIN)/megaponder demo --out $(DEMO)
 
-test: lint ## Lint, then all tests, in two processes (make test JOBS=8 takes more)
+test: lint $(OLDEST) ## Lint, then all tests, in two processes (make test JOBS=8 takes more)
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest --quiet tests/export/test_transformers.py
 
 lint: env ## ruff, mypy, codespell, shellcheck, hadolint
 	$(BIN)/ruff check .
@@ -52,6 +54,12 @@ $(STAMP): pyproject.toml setup.py constraints.txt docker/install.sh
 	@echo "Installing into $(VENV) (once, some minutes) ..."
 	docker/install.sh $(abspath $(BIN))/python dev --no-compile
 	@touch $@
+
+# The oldest transformers that exports run with; all other packages are those of the environment.
+$(OLDEST): | $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --target $@.partial \
+	  transformers==4.51.3 'tokenizers>=0.21,<0.22' 'huggingface-hub>=0.30,<1'
+	mv $@.partial $@
 
 clean: ## Remove the environment, caches and the demo's folder
 	rm -rf $(VENV) $(DEMO) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -13,6 +13,7 @@ examples
   megaponder export runs/first hf/first                     the newest checkpoint of a run
   megaponder export runs/first/checkpoints/step_00001000 hf/step1000 --dtype bfloat16
   megaponder export runs/ada hf/ada --refit data/wiki       the budget's threshold is set anew on held-out text
+  megaponder export runs/loop hf/plain --target unrolled    a looped model for engines that know no loops
 
 The folder holds safetensors, configuration, tokenizer and, for pondering models, its modelling code:
 
@@ -41,6 +42,13 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--refit-tokens", type=int, default=16384, metavar="N", help="tokens of it that are read (default 16384)"
     )
+    parser.add_argument(
+        "--target", choices=("unrolled", "nanbeige"),
+        help="for engines that run no code from the folder: a copy of the layers for each pass, or Nanbeige's loop "
+        "(method loop; docs/serving.md)",
+    )  # fmt: skip
+    parser.add_argument("--chat-template", metavar="FILE", help="Jinja file; default: that of the tokenizer's folder")
+    parser.add_argument("--license", metavar="NAME", help="licence of the weights, for the model card, as apache-2.0")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
     parser.add_argument(
         "--tolerance", type=float, default=1e-4, metavar="X",
@@ -67,6 +75,9 @@ def run(args: argparse.Namespace) -> int:
             args.out,
             tokenizer_path=args.tokenizer,
             dtype=args.dtype,
+            target=args.target,
+            chat_template=args.chat_template,
+            licence=args.license,
             force=args.force,
             tolerance=args.tolerance,
             refit=refit,

@@ -5,11 +5,14 @@ Shapes: b batch, r rows, k keys, H hidden.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megaponder.decoding.configuration import MegaponderConfig
+from megaponder.decoding.paged import PagedView
 from megaponder.decoding.passes import View
 
 
@@ -84,7 +87,8 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
-        self.size = config.head_size
+        self.size, self.scaling = config.head_size, config.head_size**-0.5
+        self.num_key_value_groups, self.is_causal = self.heads // self.groups, True  # read by attention functions
         width, bias = config.hidden_size, config.qkv_bias
         self.q_proj = nn.Linear(width, self.heads * self.size, bias=bias)
         self.k_proj = nn.Linear(width, self.groups * self.size, bias=bias)
@@ -106,6 +110,9 @@ class Attention(nn.Module):
             proj(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = rotate(self.q_norm(q), tables), rotate(self.k_norm(k), tables)
+        if isinstance(view, PagedView):
+            out = view.attend(self, entry, q, k, v)
+            return self.o_proj(out.transpose(1, 2).flatten(2)), k, v
         k, v, own_k, own_v = view.join(entry, k, v, before)
         if self.groups != self.heads:
             k, v = (y.repeat_interleave(self.heads // self.groups, dim=1) for y in (k, v))
@@ -167,9 +174,20 @@ class Layer(nn.Module):
         )
 
     def forward(
-        self, x: Tensor, tables: tuple[Tensor, Tensor] | None, view: View, entry: int, *before: Tensor
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        tables: tuple[Tensor, Tensor] | None,
+        view: View,
+        entry: int,
+        *before: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Output [b, r, H]; keys and values of these rows."""
+        """Output [b, r, H]; keys and values of these rows.  `weight` is the view's.
+
+        Tensors with gradients are arguments of their own, since that is where gradient checkpointing looks for them.
+        """
+        if weight is not None:
+            view = replace(view, weight=weight)
         attended, k, v = self.self_attn(self.input_layernorm(x), tables, view, entry, before)
         attended = self.input_layernorm_2(attended)
         y = x if self.parallel else x + attended
@@ -184,11 +202,17 @@ class Backbone(nn.Module):
         super().__init__()
         self.config = config
         self.gradient_checkpointing = False
+        self.states: list[Tensor] | None = None
+        """What `stack` computes is collected here, if it is a list."""
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         if config.positions == "learned":
             self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.layers = nn.ModuleList([Layer(config) for _ in range(config.num_hidden_layers)])
         self.norm = make_norm(config, config.hidden_size)
+
+    def words(self, tokens: Tensor) -> Tensor:
+        """Rows [b, n, H] of the table for ids [b, n]; rows that are given instead of ids stay."""
+        return tokens if tokens.is_floating_point() else self.embed_tokens(tokens)
 
     def embed(self, words: Tensor, positions: Tensor, factor: float = 1.0) -> Tensor:
         """factor * scale * words (rows of the table), plus unscaled learned positions if the model has them."""
@@ -208,14 +232,18 @@ class Backbone(nn.Module):
         `kept`, one tuple per layer: the keys and values that `view` needs from earlier passes; updated in place.
         """
         tables = rotary_tables(self.config, view.positions, x.dtype)
+        if self.states is not None:
+            self.states.append(x)
         for i in range(len(self.layers)) if part is None else part:
             layer = self.layers[i]
             before = () if kept is None else kept[i]
-            args = (x, tables, view, index * len(self.layers) + i, *before)
+            args = (x, view.weight, tables, view, index * len(self.layers) + i, *before)
             if self.gradient_checkpointing and self.training:
                 x, k, v = self._gradient_checkpointing_func(layer.__call__, *args)  # type: ignore[operator]  # set by enable
             else:
                 x, k, v = layer(*args)
+            if self.states is not None:
+                self.states.append(x)
             if kept is not None:
                 kept[i] = view.kept(before, k, v)
         return x

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import DynamicCache
 
 from megaponder.decoding.slots import Slots
 
@@ -54,15 +55,38 @@ def _joined(a: Tensor | None, b: Tensor | None, rows_a: Tensor, rows_b: Tensor, 
     )
 
 
-class PonderCache(Cache):
+class Entry:
+    """Keys and values [b, groups, rows, head size] of one layer in one pass."""
+
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Append rows; returns all keys and values."""
+        if self.keys is not None and self.values is not None:
+            keys, values = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
+        self.keys, self.values = keys, values
+        return keys, values
+
+    def change(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Other rows, or those of another batch, by `change` of keys and values alike."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = change(self.keys), change(self.values)
+
+
+class PonderCache(DynamicCache):
     """Keys and values of every pass: entry `pass * layers + layer`.
 
     A pass may hold any number of rows for a token: slots, or none if no sequence of the batch ran it.  `rows` records
     which; the length is counted in tokens, as `generate` expects.  Beam reordering and cropping apply to everything.
+    Nothing of the base class is used but its name: its fields and methods differ between releases of transformers.
     """
 
+    is_compileable = is_sliding = offloading = False
+    is_croppable = True
+
     def __init__(self, layers: int):
-        super().__init__(layer_class_to_replicate=DynamicLayer)
+        self.layers: list[Entry] = []
         self.layers_a_pass = layers
         self.tokens = 0
         self.rows: dict[int, Rows] = {}
@@ -89,6 +113,18 @@ class PonderCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.tokens
 
+    def activate_past_recording(self) -> None:
+        """Nothing: `crop` always works."""
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        return -1  # no limit
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any) -> tuple[Tensor, Tensor]:
+        """Append rows to an entry; returns all of its keys and values."""
+        while len(self.layers) <= layer_idx:
+            self.layers.append(Entry())
+        return self.layers[layer_idx].update(key_states, value_states)
+
     def add(self, index: int, new: Rows) -> Rows:
         """Announce rows that pass `index` is about to store; returns all rows of that pass."""
         self.rows[index] = self.rows[index].joined(new) if index in self.rows else new
@@ -99,10 +135,7 @@ class PonderCache(Cache):
         self.rows[index] = self.rows[index].at(rows)
         first = index * self.layers_a_pass
         for i in range(first, first + self.layers_a_pass):
-            keys, values = self.layers[i].keys[:, :, rows], self.layers[i].values[:, :, rows]
-            self.layers[i] = DynamicLayer()  # without rows it must reset the batch size
-            if keys.shape[2]:
-                self.layers[i].update(keys, values)
+            self.layers[i].change(lambda x: x[:, :, rows])
         if not len(self.rows[index].token):
             del self.rows[index]
 
@@ -115,7 +148,9 @@ class PonderCache(Cache):
                 self.rows[index].alive = None
 
     def crop(self, tokens: int) -> None:
-        """Keep the first `tokens` tokens; a negative number removes as many."""
+        """Keep the first `tokens` tokens; a negative number removes as many, and 0 removes nothing."""
+        if tokens == 0:
+            return
         tokens = tokens if tokens >= 0 else max(0, self.tokens + tokens)
         for index, rows in list(self.rows.items()):
             if tokens < self.tokens:
@@ -130,18 +165,17 @@ class PonderCache(Cache):
         self.tokens, self.slots = 0, None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
         self._over_batch(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
         self._over_batch(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        self._over_batch(lambda x: x[indices])
+        self._over_batch(lambda x: x[indices.to(x.device)])
 
     def _over_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         self.rows = {index: rows.over_batch(change) for index, rows in self.rows.items()}
         if self.slots is not None:
             self.slots.over_batch(change)
+        for entry in self.layers:
+            entry.change(change)

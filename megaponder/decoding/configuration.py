@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
-from transformers.configuration_utils import PreTrainedConfig
+try:
+    from transformers.configuration_utils import PreTrainedConfig
+except ImportError:  # before 5.0
+    from transformers.configuration_utils import PretrainedConfig as PreTrainedConfig
 
 _LLAMA = {
     "norm": "rmsnorm",
@@ -93,7 +97,20 @@ class MegaponderConfig(PreTrainedConfig):
         self.tie_word_embeddings = tie_word_embeddings
         self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
 
+    _kv_passes = 1
+    """By how many passes a paged cache multiplies the layers (`megaponder.decoding.paged`); never saved."""
+
+    def get_text_config(self, *args: Any, **kwargs: Any) -> MegaponderConfig:
+        """This configuration; for a paged cache with a layer for each pass and layer."""
+        if self._kv_passes == 1:
+            return self
+        paged = copy.copy(self)
+        paged.num_hidden_layers, paged._kv_passes = self.num_hidden_layers * self._kv_passes, 1
+        return paged
+
     def to_diff_dict(self) -> dict[str, Any]:
         """What is saved: all features, since omitted ones would take the defaults of `family`."""
         features: dict[str, Any] = {name: getattr(self, name) for name in _LLAMA}
-        return super().to_diff_dict() | features
+        saved: dict[str, Any] = super().to_diff_dict() | features
+        saved.pop("_kv_passes", None)
+        return saved

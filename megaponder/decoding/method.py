@@ -34,6 +34,10 @@ class DecodingMethod:
     """Options with which decoding skips nothing that training computes."""
     note: ClassVar[str] = ""
     """A paragraph for the model card; `$NAME` is replaced by an option."""
+    needs_ids: ClassVar[bool] = False
+    """Whether the ids of tokens matter beyond their rows of the table, so that no rows can take their place."""
+    why_not_plain: ClassVar[str] = "it does more between two passes than run the same layers again"
+    """Where `repeats` is 0, the reason why no plain model computes the same."""
 
     def __init__(self, config: MegaponderConfig):
         given = {name: value for name, value in config.method_options.items() if name not in self.training_only}
@@ -41,6 +45,15 @@ class DecodingMethod:
             raise ValueError(f"method {config.method} has no option {sorted(unknown)}; it has {sorted(self.defaults)}")
         self.config = config
         self.options = {**self.defaults, **given}
+
+    @classmethod
+    def repeats(cls, options: dict[str, Any]) -> int:
+        """How often the layers run on their own output, if that is all the method does; otherwise 0."""
+        return 0
+
+    def kv_passes(self) -> int:
+        """Passes with one row of keys and values for each token, if there are no other passes; otherwise 0."""
+        return 0
 
     def modules(self) -> dict[str, nn.Module]:
         """What `exit_modules` of the training form builds; the model's `method`, its parameters are `method.NAME`."""
@@ -71,7 +84,7 @@ class DecodingMethod:
         `model` is the PonderForCausalLM: its backbone `model`, its `lm_head`, and the method's own modules.
         """
         net = model.model
-        return net.norm(net.stack(net.embed(net.embed_tokens(ids), run.positions), 0, run.view()))
+        return net.norm(net.stack(net.embed(net.words(ids), run.positions), 0, run.view()))
 
     def mixture(self, model: Any, h: Tensor, topk: int = 0) -> Tensor:
         """softmax(h Wo^T) (c We) over the vocabulary, or over every token as likely as the topk-th."""

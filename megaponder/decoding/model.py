@@ -11,13 +11,16 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import logging
 
 from megaponder.decoding.backbone import Backbone, wide
 from megaponder.decoding.cache import PonderCache
 from megaponder.decoding.configuration import MegaponderConfig
 from megaponder.decoding.method import DecodingMethod
+from megaponder.decoding.paged import PagedRun
 from megaponder.decoding.passes import Run
 
+logger = logging.get_logger(__name__)
 # transformers calls the cache of an output "cache" since 5.2x and "past_key_values" before
 CACHE_FIELD = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
@@ -37,7 +40,7 @@ class PonderForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = MegaponderConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _supports_sdpa = True
+    _supports_sdpa = _supports_cache_class = True  # the latter is read by early releases
     _no_split_modules: ClassVar[list[str]] = ["Layer"]
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -71,6 +74,27 @@ class PonderForCausalLM(PreTrainedModel, GenerationMixin):
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # `generate` would size its cache by layers; forward makes one of passes x layers
 
+    def _prepare_cache_for_generation(self, generation_config: Any, given: Any, *args: Any, **kwargs: Any) -> None:
+        kind = generation_config.cache_implementation
+        if kind not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation = {kind!r}: no such cache has entries for passes and rows that a token skips; "
+                "leave it out"
+            )
+        super()._prepare_cache_for_generation(generation_config, given, *args, **kwargs)
+        if generation_config.use_cache is not False and given.get(CACHE_FIELD) is None:
+            given[CACHE_FIELD] = PonderCache(self.config.num_hidden_layers)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """The manager of `generate_batch`, whose cache has a layer for each pass and layer."""
+        if not (passes := self.ponder.kv_passes()):
+            raise ValueError(
+                f"generate_batch: method {self.config.method} does not have exactly one row for each token in every "
+                "pass; use generate"
+            )
+        self.config._kv_passes = passes
+        return super().init_continuous_batching(*args, **kwargs)
+
     def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,
@@ -80,15 +104,25 @@ class PonderForCausalLM(PreTrainedModel, GenerationMixin):
         position_ids: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        inputs_embeds: Tensor | None = None,
+        output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         cache = past_key_values if cache is None else cache
-        ids = input_ids[:, 0 if cache is None else cache.get_seq_length() :].to(self.device)
+        past, ahead = 0 if cache is None else cache.get_seq_length(), 0
+        if inputs_embeds is not None:  # a prompt without ids: `input_ids` begins after it
+            ahead = inputs_embeds.shape[1]
+        inputs: dict[str, Any] = {"input_ids": input_ids[:, max(0, past - ahead) :].to(self.device)}
+        if inputs_embeds is not None and past < ahead:
+            rest = self.model.embed_tokens(inputs["input_ids"])
+            inputs = {"input_ids": None, "inputs_embeds": torch.cat([inputs_embeds, rest], dim=1)[:, past:]}
+        new = next(x for x in reversed(inputs.values()) if x is not None).shape[1]
         return {
-            "input_ids": ids,
+            **inputs,
             "cache": cache,
             "attention_mask": attention_mask,
-            "position_ids": None if position_ids is None else position_ids[:, -ids.shape[1] :],
+            "position_ids": None if position_ids is None else position_ids[:, -new:],
+            "output_hidden_states": output_hidden_states,
             "use_cache": use_cache,
             "logits_to_keep": logits_to_keep,
             **self.ponder.in_generation(),
@@ -101,21 +135,26 @@ class PonderForCausalLM(PreTrainedModel, GenerationMixin):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
         past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         output_depths: bool = False,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple:
         """Logits [b, n, V] in float32 or wider; the mean cross entropy of the shifted `labels` if given.
 
-        `attention_mask` [b, t + n] is 0 at padding (either side); positions count the real tokens.
+        `attention_mask` [b, t + n] is 0 at padding (either side); positions count the real tokens.  `inputs_embeds`
+        [b, n, H] takes the place of rows of the token table, before their scale.  `hidden_states` are, for each pass in
+        the order of computation, the rows that enter it and those after each layer; the last are those that the head
+        reads.
         The method may have arguments of its own (`DecodingMethod.arguments`), which are among `kwargs`: for most,
         `passes` (of a token, at most) and `threshold`.  `output_depths` adds `depths` [b, n], passes that tokens ran.
         """
@@ -125,23 +164,46 @@ class PonderForCausalLM(PreTrainedModel, GenerationMixin):
         given = {name: kwargs.pop(name, None) for name in self.ponder.arguments}
         self.ponder.check(given)
         ponder = self.ponder.using(given)
-        run = self._run(input_ids, attention_mask, position_ids, cache, given)
-        h = ponder.hidden(self, input_ids, run)
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        if inputs_embeds is not None and self.ponder.needs_ids:
+            raise ValueError(f"inputs_embeds: method {self.config.method} reads the ids themselves; give input_ids")
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        assert tokens is not None
+        if hasattr(cache, "cache_allocators"):  # continuous batching
+            pages, cache, inside = cache, None, {k: v for k, v in kwargs.items() if k != "logits_indices"}
+            positions = (
+                torch.arange(tokens.shape[1], device=tokens.device)[None] if position_ids is None else position_ids
+            )
+            run: Run = PagedRun(
+                positions, None, None, 0, given, pages=pages, mask_of_batch=attention_mask, arguments=inside
+            )
+        else:
+            run = self._run(tokens, attention_mask, position_ids, cache, given)
+        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        self.model.states = [] if wanted else None
+        h = ponder.hidden(self, tokens, run)
+        states, self.model.states = self.model.states, None
         if run.cache is not None:
-            run.cache.tokens = run.past + input_ids.shape[1]
+            run.cache.tokens = run.past + tokens.shape[1]
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = wide(self.lm_head(h[:, keep]))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        hidden = None if states is None else (*states[:-1], h)
         output = PonderOutput(
-            loss=loss, logits=logits, depths=run.depth if output_depths else None, **{CACHE_FIELD: cache}
+            loss=loss,
+            logits=logits,
+            hidden_states=hidden,
+            depths=run.depth if output_depths else None,
+            **{CACHE_FIELD: cache},
         )
         return output.to_tuple() if return_dict is False else output
 
     def _run(
         self,
-        ids: Tensor,
+        tokens: Tensor,
         mask: Tensor | None,
         positions: Tensor | None,
         cache: Cache | None,
@@ -149,11 +211,17 @@ class PonderForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> Run:
         if cache is not None and not isinstance(cache, PonderCache):
             raise ValueError(f"a {type(cache).__name__} has no entries for passes; pass no cache, or a PonderCache")
-        past, n = 0 if cache is None else cache.get_seq_length(), ids.shape[1]
-        if mask is not None and tuple(mask.shape) != (ids.shape[0], past + n):
-            raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; it must be {(ids.shape[0], past + n)}")
-        keep = None if mask is None else mask.to(ids.device).bool()
+        past, (b, n) = 0 if cache is None else cache.get_seq_length(), tokens.shape[:2]
+        if mask is not None and tuple(mask.shape) != (b, past + n):
+            raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; it must be {(b, past + n)}")
+        keep = None if mask is None else mask.to(tokens.device).bool()
         if positions is None:
-            counted = torch.ones_like(ids[:, :1]).expand(-1, past + n) if keep is None else keep.long()
+            counted = torch.ones(b, past + n, dtype=torch.long, device=tokens.device) if keep is None else keep.long()
             positions = (counted.cumsum(-1) - 1).clamp(min=0)[:, -n:]
-        return Run(positions.expand(ids.shape[0], -1), None if keep is None or keep.all() else keep, cache, past, given)
+        if past + n > (most := self.config.max_position_embeddings):
+            if self.config.positions == "learned" and positions.max() >= most:
+                raise ValueError(f"{past + n} tokens are more than max_position_embeddings = {most}, the learned ones")
+            logger.warning_once(
+                f"{past + n} tokens are more than max_position_embeddings = {most}, to which the model was trained"
+            )
+        return Run(positions.expand(b, -1), None if keep is None or keep.all() else keep, cache, past, given)

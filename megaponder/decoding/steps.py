@@ -89,9 +89,12 @@ class Stepwise(DecodingMethod):
             return self.trained()
         return self.limit if self.extends else min(self.limit, self.trained())
 
+    def kv_passes(self) -> int:
+        return 0 if self.halts else self.deepest()
+
     def begin(self, model: Any, ids: Tensor, positions: Tensor) -> State:
-        """What enters the first pass of tokens `ids` [...]."""
-        return {"x": model.model.embed(model.model.embed_tokens(ids), positions)}
+        """What enters the first pass of tokens `ids` [...], or of rows [..., H] given in place of the table's."""
+        return {"x": model.model.embed(model.model.words(ids), positions)}
 
     def leave(self, model: Any, index: int | Tensor, h: Tensor, state: State, positions: Tensor) -> bool | Tensor:
         """Takes in what pass `index` made of "x" (without the final norm), and says which rows go on: bool [...]."""
@@ -105,7 +108,7 @@ class Stepwise(DecodingMethod):
         if self.halts:
             return self._gathered(model, ids, run)
         state = self.begin(model, ids, run.positions)
-        run.depth = torch.full_like(ids, self.deepest())
+        run.depth = torch.full_like(run.positions, self.deepest())
         for index in range(self.deepest()):
             h = model.model.stack(state["x"], index, run.view(index))
             if self.leave(model, index, h, state, run.positions):
@@ -120,8 +123,8 @@ class Stepwise(DecodingMethod):
             slots = run.cache.by_slot(len(ids), self.merge, ids.device)
         slots.extend(ids.shape[1])
         out, depth = self.passes(model, ids[seq, column], run.positions[seq, column], seq, run.past + column, slots)
-        run.depth = torch.zeros_like(ids).index_put((seq, column), depth)
-        return out.new_zeros(*ids.shape, out.shape[-1]).index_put((seq, column), out)
+        run.depth = torch.zeros_like(run.positions).index_put((seq, column), depth)
+        return out.new_zeros(*ids.shape[:2], out.shape[-1]).index_put((seq, column), out)
 
     def passes(
         self, model: Any, ids: Tensor, positions: Tensor, seq: Tensor, token: Tensor, slots: Slots

@@ -29,6 +29,7 @@ _ENTRY = '''"""A pondering language model for `transformers`, loaded with `trust
     configuration   fields of config.json
     cache, slots    keys and values of all passes
     passes, packed  what the rows of a pass read
+    paged           the same in `generate_batch`
     backbone        embedding, layers, norm
     method          base of a method's decoding form
     {module:15} that of {method}
@@ -40,7 +41,7 @@ from __future__ import annotations
 from .configuration import MegaponderConfig
 from .{module} import {cls}
 from .model import PonderForCausalLM
-
+{all}
 __all__ = ["MegaponderConfig", "MegaponderForCausalLM"]
 
 
@@ -48,6 +49,7 @@ class MegaponderForCausalLM(PonderForCausalLM):
     """A pondering language model with its head, by method {method}."""
 
     decoding = {cls}
+    _auto_class = "AutoModelForCausalLM"  # save_pretrained writes this code as well
 '''
 
 
@@ -55,7 +57,7 @@ def files(method: str) -> dict[str, str]:
     """Names and texts of the modelling files of an export with this method."""
     form = decoding_class(method)
     names = {form.__module__: f"method_{method}", "megaponder.decoding.model": "model"}
-    out = {ENTRY: _ENTRY.format(method=method, module=f"method_{method}", cls=form.__name__)}
+    out: dict[str, str] = {}
     left = list(names)
     while left:
         module = left.pop()
@@ -71,6 +73,11 @@ def files(method: str) -> dict[str, str]:
         if (name := names[module]) in out:
             raise UserError(f"ponder.method = {method!r}: two files of its code are called {name}.py; rename one.")
         out[name] = text
+    if ENTRY in out:
+        raise UserError(f"ponder.method = {method!r}: a file of its code is called {ENTRY}.py; rename it.")
+    # early releases of transformers copy only the files that the first one imports
+    named = "".join(f"from .{name} import __doc__ as _  # noqa: F401\n" for name in sorted(out))
+    out[ENTRY] = _ENTRY.format(method=method, module=f"method_{method}", cls=form.__name__, all=named)
     return {f"{name}.py": text for name, text in sorted(out.items())}
 
 

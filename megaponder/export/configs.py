@@ -50,13 +50,13 @@ def native_format(cfg: RunConfig) -> tuple[str | None, str]:
         return None, f"method {cfg.ponder.method}"
     if scale_of(cfg) != 1.0 and cfg.model.tie_embeddings:
         return None, f"embedding scale {scale_of(cfg):g} on a tied table"
-    reasons = {kind: _what_is_lost(cfg.model, form) for kind, form in FORMATS.items()}
+    reasons = {kind: what_is_lost(cfg.model, form) for kind, form in FORMATS.items()}
     fitting = next((kind for kind, reason in reasons.items() if not reason), None)
     own = next((reasons[kind] for kind, form in FORMATS.items() if form.family == cfg.model.family), "its features")
     return fitting, "" if fitting else own
 
 
-def _what_is_lost(m: ModelConfig, form: Format) -> str:
+def what_is_lost(m: ModelConfig, form: Format) -> str:
     """The first feature of a model that a format cannot represent; empty if there is none."""
     held, family = set(form.taken.values()), FAMILIES[form.family]
     if "num_kv_heads" not in held and m.num_kv_heads != m.num_heads:

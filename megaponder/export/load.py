@@ -13,6 +13,7 @@ from megaponder.export import code, configs, folder, names
 from megaponder.export.formats import FORMATS
 from megaponder.export.import_config import run_config
 from megaponder.export.public_code import kind_of, ponders
+from megaponder.export.targets import NANBEIGE
 from megaponder.ponder.registry import methods
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def load_folder(path: Path, dtype: torch.dtype = torch.float32, trust_remote_cod
     except Exception as error:  # whatever transformers and the modelling code raise for wrong fields
         first = first_line(error).rstrip(".")
         raise UserError(f"{path}: its model cannot be loaded ({type(error).__name__}: {first}).") from error
-    wrong = [key for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in notes[kind]]
+    wrong = [key for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in notes.get(kind, ())]
     if wrong:
         name = wrong[0] if isinstance(wrong[0], str) else wrong[0][0]
         raise UserError(f"{path}: the weights do not fit the configuration ({name}).")
@@ -55,10 +56,13 @@ def _load(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any,
     fields = folder.read_json(path, "config.json")
     if fields.get("quantization_config"):
         raise UserError(f"{path}: its weights are quantised (quantization_config), which is not supported.")
-    cls = _class(path, fields, trust_remote_code)
+    cls = None if fields.get("model_type") == NANBEIGE else _class(path, fields, trust_remote_code)
     tensors = folder.read_weights(path)
     refuse_too_large(path, fields, tensors)
     left_out = ("dtype", *ELSEWHERE)  # the caller says which dtype
+    if cls is None:
+        cfg = run_config(fields, path, path, frozenset())
+        return build_model(cfg, {name: t.to(dtype) for name, t in tensors.items()}), {}
     own = {name: value for name, value in fields.items() if not any(part in name for part in left_out)}
     config = cls.config_class.from_dict(own)
     with torch.device("meta"):
@@ -71,7 +75,12 @@ def _load(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any,
     logging.set_verbosity_error()  # its table of mismatches is returned in the notes and reported in a sentence
     try:
         return cls.from_pretrained(
-            None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+            None,
+            config=config,
+            state_dict=tensors,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **{"dtype" if hasattr(config, "dtype") else "torch_dtype": dtype},  # the latter before 4.56
         )
     finally:
         logging.set_verbosity(before)

@@ -17,7 +17,7 @@ from megaponder.checkpoint.state import load_state
 from megaponder.checkpoint.weights import read_weights
 from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError
-from megaponder.export import card, compose, configs, folder, names, native, reference, tokenizer
+from megaponder.export import card, compose, configs, folder, names, native, reference, targets, tokenizer
 from megaponder.export.formats import FORMATS
 from megaponder.export.requirements import require_transformers
 from megaponder.ponder.settings import table_rows
@@ -66,9 +66,15 @@ class Exported:
     max_difference: float
     """Largest difference from the logits of the checkpoint's own forward, over the largest logit."""
     refitted: Refitted | None = None
+    target: str | None = None
+    """unrolled or nanbeige, if asked for."""
 
     def __str__(self) -> str:
-        if self.native:
+        if self.target == targets.NANBEIGE:
+            kind = "in Nanbeige's format, which llama.cpp, MLX and SGLang run, but transformers alone does not"
+        elif self.target:
+            kind = "in transformers' own format, with a copy of the layers for each pass"
+        elif self.native:
             kind = "in transformers' own format"
         else:
             kind = f"with its modelling code (trust_remote_code=True) because of {self.why_not_native}"
@@ -85,6 +91,9 @@ def export(
     *,
     tokenizer_path: str | Path | None = None,
     dtype: str | None = None,
+    target: str | None = None,
+    chat_template: str | Path | None = None,
+    licence: str | None = None,
     force: bool = False,
     shard_bytes: int = folder.SHARD_BYTES,
     tolerance: float = 1e-4,
@@ -94,53 +103,72 @@ def export(
 
     Vanilla models become GPT-NeoX, Llama or GPT-2 folders that load without remote code if these classes can represent
     them; everything else contains its modelling code.  `dtype` (float32, bfloat16, float16) defaults to
-    the stored one; `tokenizer_path` to data.tokenizer.  The folder is loaded again and its logits, with and without
+    the stored one; `tokenizer_path` to data.tokenizer; `target` (see `targets`) asks for a form that engines without
+    remote code run; `chat_template` (a Jinja file) replaces the tokenizer's own, and `licence` goes into the model
+    card.  The folder is loaded again and its logits, with and without
     cache, are compared with the checkpoint's own forward (FP32, one process) before it is published.  If
     decoding computes exactly what a forward approximates (PonderLM-2 and PonderLM-3), the cached logits are compared
     with those of a close enough approximation.  `refit` (`inference.refit`) may replace the threshold of a budget; what
     it tells is in config.json and the model card.
-    Raises UserError if they differ by more than `tolerance` of the largest logit, or if `out` exists.
+    Raises UserError if they differ by more than `tolerance` of the largest logit, if `target` cannot compute the same,
+    or if `out` exists.
     """
     require_transformers("megaponder export")
     reference.check_tolerance(tolerance)
     source = locate(checkpoint)
     cfg, state = read_weights(source)
     compose.decoding_class(cfg.ponder.method)  # raises its error first
-    kept = DTYPES.get(dtype or "", state["embedding.word_embeddings.weight"].dtype)
-    refitted = None if refit is None else refit(cfg, state, kept)
+    dtype = dtype or str(state["embedding.word_embeddings.weight"].dtype).removeprefix("torch.")
+    refitted = None if refit is None else refit(cfg, state, dtype_of(dtype))
+    kind, reason = configs.native_format(cfg)
+    trained, written = (cfg, state), cfg
+    if target is not None:
+        targets.check(cfg, target)
+    if target is not None or kind is not None:
+        written, state = targets.fold(cfg, state, untied=target == targets.NANBEIGE)
     state = cast(state, dtype)
     out = Path(out)
     with folder.published(out, force) as temporary:
-        kind, reason = configs.native_format(cfg)
-        plain = names.to_plain(state, cfg.model, table_rows(cfg))
-        tokens = tokenizer.write(cfg, temporary, tokenizer_path)
+        plain = names.to_plain(state, written.model, table_rows(cfg))
+        compared = trained if dtype == "float32" else (written, state)  # a scaled table is rounded once, not twice
+        if target == targets.NANBEIGE:
+            kind, reason = target, ""
+        elif target is not None:
+            written, plain = targets.unroll(written, plain)
+            kind, reason = configs.native_format(written)
+        tokens = tokenizer.write(cfg, temporary, tokenizer_path, chat_template)
         told = {} if refitted is None else {"refitted": asdict(refitted)}
-        write_model(cfg, plain, temporary, kind, tokens.eos_id, shard_bytes, told)
+        write_model(written, plain, temporary, kind, tokens.eos_id, shard_bytes, told)
         count = sum(t.numel() for t in plain.values())
         del plain
-        worst = check(cfg, state, temporary, out, tolerance)
-        step = load_state(source)[0].step
-        own_format = kind is not None
+        worst = check(*compared, temporary, out, tolerance)
         card.write(
             cfg,
             temporary,
-            native=own_format,
-            step=step,
+            native=kind is not None,
+            target=target,
+            state=load_state(source)[0],
+            run=source.parent.parent,
+            licence=licence,
             parameters=count,
             tokens=tokens,
             difference=worst,
             refitted="" if refitted is None else str(refitted),
         )
         files = tuple(sorted(p.name for p in temporary.iterdir()))
-    return Exported(out, kind is not None, reason, files, count, worst, refitted)
+    return Exported(out, kind is not None, reason, files, count, worst, refitted, target)
 
 
-def cast(state: dict[str, Tensor], dtype: str | None) -> dict[str, Tensor]:
-    """The tensors in one dtype: the requested one, or the stored one of the embedding table."""
-    if dtype is not None and dtype not in DTYPES:
-        raise UserError(f"dtype = {dtype!r}: it must be one of {', '.join(DTYPES)}.")
-    kind = DTYPES[dtype] if dtype else state["embedding.word_embeddings.weight"].dtype
-    return {name: tensor.to(kind) for name, tensor in state.items()}
+def dtype_of(name: str) -> torch.dtype:
+    """UserError for a dtype that exports cannot have."""
+    if name not in DTYPES:
+        raise UserError(f"dtype = {name!r}: it must be one of {', '.join(DTYPES)}.")
+    return DTYPES[name]
+
+
+def cast(state: dict[str, Tensor], dtype: str) -> dict[str, Tensor]:
+    """The tensors in one dtype."""
+    return {name: tensor.to(dtype_of(dtype)) for name, tensor in state.items()}
 
 
 def write_model(
@@ -152,14 +180,16 @@ def write_model(
     shard_bytes: int = folder.SHARD_BYTES,
     told: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Weights, config.json, generation_config.json and, if no model_type `kind` represents it, the modelling code."""
+    """Weights, config.json, generation_config.json and, if no model_type `kind` represents it, the modelling code.
+
+    With a `kind`, the embedding scale is 1 (`targets.fold`).
+    """
     assert cfg.model.num_heads is not None
     dtype = str(plain["model.embed_tokens.weight"].dtype).removeprefix("torch.")
-    if kind is not None:
+    if kind == targets.NANBEIGE:
+        config, tensors = targets.nanbeige_config(cfg, dtype, eos), plain
+    elif kind is not None:
         config = configs.native_config(cfg, kind, dtype, eos)
-        plain = dict(plain)
-        # exact: the table is only ever read with the scale, and a tied table is never scaled here
-        plain["model.embed_tokens.weight"] = plain["model.embed_tokens.weight"] * configs.scale_of(cfg)
         tensors = native.to_native(plain, FORMATS[kind], cfg.model.num_heads)
     else:
         config, tensors = configs.ponder_config(cfg, dtype, eos), plain

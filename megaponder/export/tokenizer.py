@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megaponder import files
 from megaponder.config.schema import RunConfig
 from megaponder.data.tokenizer import Tokenizer, load_tokenizer
 from megaponder.errors import UserError
-from megaponder.export.folder import write_json
+from megaponder.export.folder import read_json, write_json
 
 NONE = "none"
 """Used instead of a path: export without a tokenizer."""
+LARGEST_TEMPLATE = 1 << 20
+"""Maximum bytes of a chat template."""
 SAMPLES = ("Hello world", "  two  spaces\n\n\ttab", "naïve café — 東京 🙂", "def f(x):\n    return x[0] + 1\n", "")
 
 
@@ -39,18 +42,28 @@ def find(cfg: RunConfig, path: str | Path | None) -> Tokenizer | None:
         raise UserError(f"data.tokenizer of the checkpoint: {error}  {how}") from error
 
 
-def write(cfg: RunConfig, out: Path, path: str | Path | None) -> TokenizerFiles:
+def write(
+    cfg: RunConfig, out: Path, path: str | Path | None, chat_template: str | Path | None = None
+) -> TokenizerFiles:
     """Write tokenizer.json and tokenizer_config.json into `out`.
 
     Training puts nothing but EOD between documents, so EOD is both BOS and EOS, and no token is added to a text
-    (add_bos_token false): with any other rule evaluation scores change by orders of magnitude.
+    (add_bos_token false): with any other rule evaluation scores change by orders of magnitude.  The chat template is
+    that of the tokenizer's folder, or the given file.
     UserError if the written files do not give the same ids as in training on sample texts.
     """
     tokenizer = find(cfg, path)
-    if tokenizer is None:
-        return TokenizerFiles(None, cfg.data.eod_id)
-    eos = tokenizer.eod_id if cfg.data.eod_id is None else cfg.data.eod_id
+    eos = tokenizer.eod_id if tokenizer is not None and cfg.data.eod_id is None else cfg.data.eod_id
     assert cfg.model.vocab_size is not None
+    if eos is not None and not 0 <= eos < cfg.model.vocab_size:
+        raise UserError(
+            f"data.eod_id = {eos}: it becomes eos_token_id, which the model could never write; it must lie below "
+            f"model.vocab_size = {cfg.model.vocab_size}."
+        )
+    if tokenizer is None:
+        if chat_template is not None:
+            raise UserError(f"--chat-template {chat_template}: it needs a tokenizer; set --tokenizer as well.")
+        return TokenizerFiles(None, eos)
     if tokenizer.vocab_size > cfg.model.vocab_size:
         raise UserError(
             f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, but the model's vocabulary has "
@@ -69,9 +82,38 @@ def write(cfg: RunConfig, out: Path, path: str | Path | None) -> TokenizerFiles:
     }
     if token is not None:
         settings |= {"bos_token": token, "eos_token": token, "pad_token": token}
+    if (template := _chat_template(tokenizer, chat_template)) is not None:
+        settings["chat_template"] = template
     write_json(out / "tokenizer_config.json", settings)
     _check(out, tokenizer, eos)
     return TokenizerFiles(tokenizer.name, eos)
+
+
+def _chat_template(tokenizer: Tokenizer, given: str | Path | None) -> Any:
+    """The text of a chat template, or several with their names: from a file, or from the tokenizer's folder."""
+    if given is not None:
+        return _template(Path(given))
+    folder = Path(tokenizer.name)
+    folder = folder if folder.is_dir() else folder.parent
+    if tokenizer.kind == "bytes" or not folder.is_dir():
+        return None
+    if (folder / "chat_template.jinja").is_file():
+        return _template(folder / "chat_template.jinja")
+    if (folder / "tokenizer_config.json").is_file():
+        return read_json(folder, "tokenizer_config.json").get("chat_template")
+    return None
+
+
+def _template(path: Path) -> str:
+    """UserError for a file that is missing or that Jinja does not understand."""
+    import jinja2
+
+    try:
+        text = files.read_bounded(path, LARGEST_TEMPLATE).decode()
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+    except (OSError, ValueError, jinja2.TemplateError) as error:
+        raise UserError(f"{path} cannot be read as a chat template: {error}.") from None
+    return text
 
 
 def _token(path: Path, index: int) -> str | None:

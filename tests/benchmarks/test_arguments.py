@@ -24,6 +24,7 @@ SCRIPTS = (
     "halting",
     "methods",
     "preprocessing",
+    "serving",
     "training",
 )
 
@@ -64,6 +65,9 @@ REFUSED = {
     "preprocessing --workers 2 0": "--workers: 0: it must be at least 1; use 1",
     "preprocessing --tokenizer none.json": "none.json: no such tokenizer",
     "preprocessing --tokenizer bytes": "bytes: the plain loop reads a file tokenizer.json",
+    "serving": "no engine is given; name at least one",
+    "serving --vllm nope": "--vllm: nope: no such file or folder",
+    "serving --llama nope pyproject.toml": "'pyproject.toml': it must be a folder",
     "compare_commits tests": "tests: this folder holds no tree of megaponder; name a commit",
     "compare_commits no-such-commit": "no-such-commit is neither a folder nor a commit that git can check out here",
     "compare_commits HEAD --only nothing": "no case contains it; the cases are: vanilla, loop",

@@ -23,6 +23,7 @@ class AdaptiveCot(Stepwise):
     """
 
     name, halts, merge = "adaptive_cot", True, True
+    why_not_plain = "its steps read the keys and values of earlier steps"
     defaults = {"steps": 3, "target": 0.0, "gate_width": 4, "threshold": 0.01, "router": "linear"}
     training_only = ("explore", "score_weight", "ramp_start", "ramp_end", "cost_weight", "cost_power", "router_bias")
 

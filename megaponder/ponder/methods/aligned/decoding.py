@@ -19,6 +19,7 @@ class AlignedDecoding(Stepwise):
     """
 
     halts = True
+    why_not_plain = "tokens stop at different passes, and each pass adds a mixture of embeddings"
 
     def modules(self) -> dict[str, nn.Module]:
         return {"feedback_gate": FeedbackGate()} if self.options.get("gentle_start") else {}

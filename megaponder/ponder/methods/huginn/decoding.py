@@ -16,6 +16,7 @@ from megaponder.decoding.passes import Run
 class Recurrent(DecodingMethod):
     """Prelude, a core that is repeated from a random state, and coda."""
 
+    needs_ids = True  # they seed the noise
     training_only = ("draw", "draw_from", "draw_to", "grow_steps", "grow", "kept")
 
     def entry_modules(self) -> dict[str, nn.Module]:
@@ -34,7 +35,7 @@ class Recurrent(DecodingMethod):
         layers, r = len(net.layers), o["recurrence"]
         begin, end = o["prelude"], layers - o["coda"]
         view = run.view(0)
-        e = net.stack(net.embed(net.embed_tokens(ids), run.positions), 0, view, part=range(begin))
+        e = net.stack(net.embed(net.words(ids), run.positions), 0, view, part=range(begin))
         std = math.sqrt(2 / (5 * e.shape[-1])) * self.state_scale()
         state = (std * token_noise(ids, run.positions, o["noise_seed"], -1, e.shape[-1])).to(e.dtype)
         for index in range(r):

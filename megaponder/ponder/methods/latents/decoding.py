@@ -31,6 +31,7 @@ from megaponder.decoding.passes import Run, View
 class Latents(DecodingMethod):
     """The common part of ponderlm2 and ponderlm3; the latter routes and weights the latents."""
 
+    why_not_plain = "each token takes several rows, one after the other"
     arguments = ("jacobi",)
     config_fields = {"prefill_jacobi": "converge"}
     as_decoded = {"jacobi": "converge"}
@@ -49,7 +50,7 @@ exact recursion.  `generate` refines prompts until nothing changes, so that text
         return {"jacobi": getattr(self.config, "prefill_jacobi", "converge")}
 
     def hidden(self, model: Any, ids: Tensor, run: Run) -> Tensor:
-        words = model.model.embed(model.model.embed_tokens(ids), run.positions)
+        words = model.model.embed(model.model.words(ids), run.positions)
         if run.past == 0:
             return self._sequences(model, words, run)
         rows = [self._token(model, words[:, i : i + 1], run.single(i)) for i in range(words.shape[1])]

@@ -16,6 +16,10 @@ class Loop(Stepwise):
     defaults = {"extra_passes": 3}
     training_only = ("draw", "draw_from", "draw_to", "grow_steps", "grow")
 
+    @classmethod
+    def repeats(cls, options: dict[str, Any]) -> int:
+        return int(options["extra_passes"]) + 1
+
     def trained(self) -> int:
         return int(self.options["extra_passes"]) + 1
 

@@ -27,8 +27,9 @@ class Ouro(DecodingMethod):
 
     def hidden(self, model: Any, ids: Tensor, run: Run) -> Tensor:
         net, q = model.model, self.options["exit_threshold"]
-        h = read = net.embed(net.embed_tokens(ids), run.positions)
-        stopped, survival = torch.zeros_like(ids, dtype=torch.bool), torch.zeros(ids.shape, device=ids.device)
+        h = read = net.embed(net.words(ids), run.positions)
+        stopped = torch.zeros_like(run.positions, dtype=torch.bool)
+        survival = torch.zeros(run.positions.shape, device=ids.device)
         for index in range(self.options["loops"]):
             h = net.norm(net.stack(h, index, run.view(index)))
             read = torch.where(stopped[..., None], read, h)

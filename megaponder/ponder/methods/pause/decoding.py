@@ -18,6 +18,7 @@ class Pause(DecodingMethod):
     """
 
     name = "pause"
+    why_not_plain = "each token takes several rows that share its position"
     defaults = {"pauses": 3, "pause_token_id": 50288}
 
     def modules(self) -> dict[str, nn.Module]:
@@ -27,9 +28,9 @@ class Pause(DecodingMethod):
     def hidden(self, model: Any, ids: Tensor, run: Run) -> Tensor:
         net, slots, pause = model.model, self.options["pauses"] + 1, self.options["pause_token_id"]
         own = "pause" in model.method
-        row = model.method["pause"](ids.new_zeros(())) if own else net.embed_tokens.weight[pause]
-        pauses = row.expand(*ids.shape, slots - 1, -1)
-        words = torch.cat([net.embed_tokens(ids)[:, :, None], pauses], dim=2).flatten(1, 2)
+        row = model.method["pause"].weight[0] if own else net.embed_tokens.weight[pause]
+        pauses = row.expand(*ids.shape[:2], slots - 1, -1)
+        words = torch.cat([net.words(ids)[:, :, None], pauses], dim=2).flatten(1, 2)
         view = run.view(0, slots)
         x = net.stack(net.embed(words, view.positions), 0, view)
         return net.norm(x[:, slots - 1 :: slots])

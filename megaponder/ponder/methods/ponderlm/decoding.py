@@ -17,6 +17,7 @@ class PonderLM(Stepwise):
     """
 
     name, extends = "ponderlm", True
+    why_not_plain = "each pass adds a mixture of embeddings, which takes the head between passes"
     defaults = {
         "steps": 3,
         "topk": 0,
@@ -47,7 +48,7 @@ class PonderLM(Stepwise):
 
     def begin(self, model: Any, ids: Tensor, positions: Tensor) -> State:
         net, factor = model.model, self.options["steps"] if self.options["multiply_by_steps"] else 1
-        x = net.embed(net.embed_tokens(ids), positions, factor)
+        x = net.embed(net.words(ids), positions, factor)
         return {"x": x} if self.options["accumulate"] else {"x": x, "first": x}
 
     def enter(self, model: Any, index: int | Tensor, state: State) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megaponder.decoding.steps import Stepwise
 
 
@@ -9,3 +11,7 @@ class Vanilla(Stepwise):
     """One pass."""
 
     name = "vanilla"
+
+    @classmethod
+    def repeats(cls, options: dict[str, Any]) -> int:
+        return 1

@@ -1,0 +1,116 @@
+"""What a checkpoint becomes for engines that know nothing of pondering: `export --target unrolled` and `nanbeige`.
+
+    unrolled    a plain model with a copy of the layers for each pass; every engine that runs the backbone's format
+    nanbeige    the layers once, and `num_loops`; the Llama-like format of Nanbeige, which some engines run in loops
+
+Both are exact where a method does nothing between its passes but run the same layers again.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+from megaponder.config.schema import ModelConfig, PonderConfig, RunConfig
+from megaponder.errors import UserError
+from megaponder.export import compose, configs
+from megaponder.export.formats import FORMATS
+from megaponder.export.hf_fields import model_config
+from megaponder.export.names import Tensors
+from megaponder.ponder.settings import method_of
+
+TARGETS = ("unrolled", "nanbeige")
+NANBEIGE = "nanbeige"
+"""The target, and the model_type."""
+_TABLE, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+
+
+def check(cfg: RunConfig, target: str) -> None:
+    """UserError, before any work, if `target` is unknown or cannot compute this model."""
+    if target not in TARGETS:
+        raise UserError(f"target = {target!r}: it must be {' or '.join(TARGETS)}, or left out.")
+    if not passes(cfg):
+        form = compose.decoding_class(cfg.ponder.method)
+        raise UserError(
+            f"--target {target}: method {cfg.ponder.method} cannot be written as a plain model, because "
+            f"{form.why_not_plain}; leave --target out for a folder with its modelling code."
+        )
+    if target == NANBEIGE:
+        lost = configs.what_is_lost(cfg.model, FORMATS["llama"])
+    else:
+        lost = configs.native_format(_plain(cfg))[1]
+    if lost:
+        raise UserError(f"--target {target}: no such format has {lost}; leave --target out.")
+
+
+def passes(cfg: RunConfig) -> int:
+    """How often the layers run, if that is all the method does; otherwise 0."""
+    return compose.decoding_class(cfg.ponder.method).repeats(vars(method_of(cfg).options))
+
+
+def fold(cfg: RunConfig, state: Tensors, untied: bool = False) -> tuple[RunConfig, Tensors]:
+    """The same model with an embedding scale of 1: its table (of a stage, before any cast) is multiplied instead.
+
+    A tied table becomes two if it has a scale, or if it shall be `untied`.  Only for methods that do not read the table
+    other than by looking tokens up.
+    """
+    scale = configs.scale_of(cfg)
+    cfg, state, table = copy.deepcopy(cfg), dict(state), state[_TABLE]
+    if cfg.model.tie_embeddings and (untied or scale != 1.0):
+        cfg.model.tie_embeddings, state[_HEAD] = False, table
+    if scale != 1.0:
+        state[_TABLE] = table.float() * scale
+    cfg.model.embedding_scale = "none"
+    return cfg, state
+
+
+def _plain(cfg: RunConfig) -> RunConfig:
+    """The configuration of the unrolled model, with its scale folded in."""
+    tied = cfg.model.tie_embeddings and configs.scale_of(cfg) == 1.0
+    new = copy.deepcopy(cfg)
+    assert new.model.num_layers is not None
+    new.model.num_layers *= passes(cfg)
+    new.model.tie_embeddings, new.model.embedding_scale = tied, "none"
+    new.ponder = PonderConfig("vanilla", {})
+    return new
+
+
+def unroll(cfg: RunConfig, plain: Tensors) -> tuple[RunConfig, Tensors]:
+    """A vanilla model of passes x layers from one whose scale is folded; every copy has memory of its own."""
+    layers, out = cfg.model.num_layers, {}
+    assert layers is not None
+    for name, tensor in plain.items():
+        match = _LAYER.fullmatch(name)
+        if match is None:
+            out[name] = tensor
+            continue
+        for index in range(passes(cfg)):
+            out[f"model.layers.{index * layers + int(match[1])}.{match[2]}"] = tensor.clone()
+    return _plain(cfg), out
+
+
+def nanbeige_config(cfg: RunConfig, dtype: str, eos: int | None) -> dict[str, Any]:
+    """config.json of a looped model whose scale is folded and whose table is not tied."""
+    return configs.native_config(cfg, "llama", dtype, eos) | {
+        "model_type": NANBEIGE,
+        "architectures": ["NanbeigeForCausalLM"],
+        "num_loops": passes(cfg),
+        "skip_loop_final_norm": True,  # False puts the final norm between passes as well
+    }
+
+
+def from_nanbeige(hf: dict[str, Any], where: str) -> tuple[ModelConfig, PonderConfig]:
+    """Model and method of a Nanbeige config.json; UserError if it norms between its loops."""
+    left = {name: value for name, value in hf.items() if name not in ("num_loops", "skip_loop_final_norm")}
+    loops = hf.get("num_loops", 1)
+    if type(loops) is not int or loops < 1:
+        raise UserError(f"{where}: num_loops = {loops!r}: it must be a positive integer.")
+    if loops > 1 and hf.get("skip_loop_final_norm") is not True:
+        raise UserError(
+            f"{where}: skip_loop_final_norm = {hf.get('skip_loop_final_norm')!r}: method loop has no norm between "
+            "passes; it must be true."
+        )
+    model = model_config(left | {"model_type": "llama"}, where)
+    return model, PonderConfig("loop", {"extra_passes": loops - 1}) if loops > 1 else PonderConfig()
