@@ -15,8 +15,8 @@ from megaponder.config.schema import RunConfig
 from megaponder.errors import ConfigError
 from megaponder.export import reference
 from megaponder.export.to_hf import Refitted
+from megaponder.inference.fit import nearest
 from megaponder.inference.heldout import datasets, score
-from megaponder.inference.variants import nearest
 from megaponder.ponder.budget import MEAN, THETA, VARIANCE
 from megaponder.ponder.settings import method_of
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from megaponder.config.schema import RunConfig
 from megaponder.engine import depth as depths
 from megaponder.export import reference
-from megaponder.inference import variants
+from megaponder.inference import fit, variants
 from megaponder.inference.heldout import Score, score
 from megaponder.ponder.settings import method_of
 
@@ -44,7 +44,7 @@ def sweep(
     def measure(changed: RunConfig, variant: str, kind: str, depth: float | None = None) -> None:
         with reference.engine(changed, variants.own_weights(changed, state)) as engine:
             if depth is not None:
-                fitted = variants.fit_threshold(engine, changed, prefix, depth, batch, skip)
+                fitted = fit.fit_threshold(engine, changed, prefix, depth, batch, skip)
                 changed = variants.with_threshold(changed, fitted)
                 variant += f", threshold {fitted:.4g}"
             found.append(_told(score(engine, changed, prefix, batch, length, limit, skip), variant, kind))

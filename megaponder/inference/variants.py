@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +14,9 @@ from megaponder.errors import ConfigError
 from megaponder.ponder.base import PARAMETER_PREFIX
 from megaponder.ponder.settings import method_of
 
-if TYPE_CHECKING:
-    from megaponder.engine.step import Engine
-
 PASSES = {"ponderlm": ("steps", -1), "loop": ("extra_passes", -1), "adaptive_cot": ("steps", -1),
           "adaponderlm": ("steps", -1), "confident_ponderlm": ("steps", -1)}  # fmt: skip
 """Option that counts a method's passes, and what it lacks of their number."""
-CLOSE = 0.005
-"""Passes by which a fitted mean depth may be off."""
 GATES = ("adaponderlm",)
 """Methods with parameters for each pass: they cannot run more passes than they were trained with."""
 
@@ -92,39 +86,6 @@ def own_weights(cfg: RunConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
         return not name.startswith(PARAMETER_PREFIX) or (bool(own[part]) if part == "layers" else rest in own[part])
 
     return {name: tensor for name, tensor in state.items() if used(name)}
-
-
-def fit_threshold(
-    engine: Engine, cfg: RunConfig, prefix: str, depth: float, batch: int, limit: int, tries: int = 16
-) -> float:
-    """The threshold at which the first `limit` targets of a dataset have this mean depth, as nearly as one has it.
-
-    By bisection of the threshold's logit.  The engine holds the model of `cfg` and is left with that threshold.
-    """
-    from megaponder.inference.heldout import decided
-
-    options = engine.stage.method.options
-
-    def measured(logit: float) -> float:
-        options.threshold = 1 / (1 + math.exp(-logit))
-        return decided(engine, cfg, prefix, batch, None, limit).stats["mean_depth"]
-
-    measured(nearest(measured, -20.0, 20.0, depth, tries, within=CLOSE))
-    return float(options.threshold)
-
-
-def nearest(
-    measured: Callable[[float], float], low: float, high: float, aim: float, tries: int = 16, within: float = 0.0
-) -> float:
-    """Where a monotone function between `low` and `high` comes closest to `aim`, or `within` it, by bisection."""
-    rises = measured(high) > measured(low)  # a higher threshold is a later exit by confidence, but a shut gate
-    for _ in range(tries):
-        middle = (low + high) / 2
-        found = measured(middle)
-        if abs(found - aim) <= within:
-            return middle
-        low, high = (low, middle) if (found > aim) == rises else (middle, high)
-    return min((low, high), key=lambda x: abs(measured(x) - aim))
 
 
 def _refuse_budget(cfg: RunConfig, flag: str, value: float) -> None:

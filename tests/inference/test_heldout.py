@@ -16,7 +16,7 @@ from megaponder.cli.main import main
 from megaponder.data.indexed import read_index
 from megaponder.errors import UserError
 from megaponder.export.to_hf import export
-from megaponder.inference import heldout, variants
+from megaponder.inference import fit, heldout, variants
 from tests.export import checkpoints, models
 from tests.training import datasets
 
@@ -117,7 +117,7 @@ def test_thresholds_are_fitted_to_a_mean_depth(tmp_path: Path) -> None:
     cfg, state = heldout.read_model(tmp_path / "run")
     for depth in (1.5, 2.5, 3.5):
         with reference.engine(cfg, state) as engine:
-            fitted = variants.fit_threshold(engine, cfg, prefix, depth, 8, 10_000)
+            fitted = fit.fit_threshold(engine, cfg, prefix, depth, 8, 10_000)
             score = heldout.score(engine, variants.with_threshold(cfg, fitted), prefix)
         assert score.stats["mean_depth"] == pytest.approx(depth, abs=0.1)
 
