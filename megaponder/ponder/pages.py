@@ -29,7 +29,11 @@ def page(cls: type[Method]) -> str:
     text.append(f"\n## Decoding\n\n{_decoding(cls)}")
     text.append("\n## Options (`ponder.options`)\n")
     docs = {name: " ".join(doc.split()) for name, doc in attribute_docs(cls.Options).items()}
-    rows = [f"| `{f.name}` | `{f.default}` | {docs.get(f.name, '')} |" for f in dataclasses.fields(cls.Options)]
+    defaults = cls.Options()
+    rows = [
+        f"| `{f.name}` | `{getattr(defaults, f.name)}` | {docs.get(f.name, '')} |"
+        for f in dataclasses.fields(cls.Options)
+    ]
     text.append("\n".join(["| option | default | meaning |", "|---|---|---|", *rows]) if rows else "None.")
     plan = build_method(cls.name, {}, Shape("llama", 24, 1024)).passes(0, None)
     text.append("\n## Passes with the default options\n")

@@ -15,7 +15,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "loop": {"extra_passes": 2},
     "pause": {"pauses": 2, "pause_token_id": 60},
     "huginn": {"prelude": 1, "coda": 0, "recurrence": 3, "kept": 1, "draw": "fixed", "noise_seed": 3},
-    "ouro": {"loops": 3, "exit_threshold": 0.7},
+    "nanbeige": {"loops": 2, "norm_between": True},
+    "ouro": {"loops": 3, "threshold": 0.7},
     "ponderlm": {"steps": 2},
     "ponderlm_top": {"steps": 2, "topk": 5, "multiply_by_steps": True},
     # thresholds by which the tokens of `ids` halt at different depths
@@ -24,7 +25,16 @@ METHODS: dict[str, dict[str, Any]] = {
     "adaponderlm": {"steps": 3, "threshold": 0.5, "topk": 9, "gate_width": 2},
     "adaptive_cot": {"steps": 3, "threshold": 0.3},
 }
-PASSES = {"loop": 3, "huginn": 3, "ouro": 3, "ponderlm": 3, "ponderlm_top": 3, "adaponderlm": 4, "adaptive_cot": 4}
+PASSES = {
+    "loop": 3,
+    "huginn": 3,
+    "ouro": 3,
+    "nanbeige": 2,
+    "ponderlm": 3,
+    "ponderlm_top": 3,
+    "adaponderlm": 4,
+    "adaptive_cot": 4,
+}
 """Passes with keys of their own; 1 where none are named."""
 HALTING = ("adaponderlm", "adaptive_cot")
 """Methods whose tokens may stop before the deepest pass."""

@@ -156,8 +156,15 @@ CASES = {
     "ouro-sandwich": Case(
         "llama",
         "ouro",
-        {"loops": 3, "entropy_weight": 0.2, "exit_threshold": 0.7},
+        {"loops": 3, "entropy_weight": 0.2, "threshold": 0.7},
         {"norm_placement": "sandwich", "rotary_base": 1e6},
+    ),
+    "nanbeige-split": Case(
+        "llama",
+        "nanbeige",
+        {"loops": 2, "loss_weights": [0.3], "middle": 2},
+        {"num_layers": 4, "num_kv_heads": 2, "head_size": 12},
+        stages={3: [1, 2, 1]},
     ),
     "detached-llama": Case("llama", "detached"),
     "everything-llama": Case("llama", "sink", {}, {"num_kv_heads": 2}),

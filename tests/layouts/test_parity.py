@@ -64,8 +64,10 @@ ODD = {
         {"prelude": 2, "coda": 1, "recurrence": 3, "kept": 1, "draw": "fixed"},
         {"num_layers": 5, "num_kv_heads": 2},
     ),
+    "nanbeige": Case("llama", "nanbeige", {"loops": 3, "norm_between": False}),
+    "nanbeige-losses": Case("llama", "nanbeige", {"loops": 3, "loss_weights": [0.2, 0.3]}),
     "ouro-stage-2": Case("llama", "ouro", {"loops": 3, "stage": 2, "judges": "same"}, {"norm_placement": "sandwich"}),
-    "ouro-stage-2-next": Case("llama", "ouro", {"loops": 2, "stage": 2, "judges": "next", "exit_threshold": 0.6}),
+    "ouro-stage-2-next": Case("llama", "ouro", {"loops": 2, "stage": 2, "judges": "next", "threshold": 0.6}),
     "pythia-pause": Case("pythia", "pause", {"pauses": 1, "pause_token_id": 3}),
 }
 ORACLE_CASES = {

@@ -50,7 +50,7 @@ def ouro(o: Oracle, ids: Tensor, options: dict[str, Any], labels: Tensor | None)
     p = torch.stack([*chances, going])  # [loops, n]
     logits = torch.stack([s @ o.head.T for s in states])
     if labels is None:
-        q = options.get("exit_threshold", 1.0)
+        q = options.get("threshold", 1.0)
         at = (p.cumsum(0) >= q).long().argmax(0) if q < 1 else torch.full((len(ids),), loops - 1)
         return Result(logits[at, torch.arange(len(ids))])
     losses = torch.stack([F.cross_entropy(z, labels, reduction="none") for z in logits])
@@ -67,8 +67,28 @@ def ouro(o: Oracle, ids: Tensor, options: dict[str, Any], labels: Tensor | None)
     return Result(logits[-1], objective=objective)
 
 
+def nanbeige(o: Oracle, ids: Tensor, options: dict[str, Any], labels: Tensor | None) -> Result:
+    """Loops of the stack, of which the middle layers may be repeated within a loop."""
+    positions, layers, m = torch.arange(len(ids)), o.m.num_layers, options.get("middle", 0)
+    begin, end = (layers - m) // 2, (layers + m) // 2
+    order = [*range(begin), *list(range(begin, end)) * ((layers + m) // m), *range(end, layers)] if m else range(layers)
+    x, logits = o.embed(ids, positions), []
+    for _ in range(options["loops"]):
+        for i in order:
+            x = o.stack(x, positions, layers=range(i, i + 1))
+        h = o.norm(x, "final_norm")
+        logits.append(h @ o.head.T)
+        x = h if options.get("norm_between", True) else x
+    if labels is None or not options.get("loss_weights"):
+        return Result(logits[-1])
+    weights = [*options["loss_weights"], 1 - sum(options["loss_weights"])]
+    losses = [w * F.cross_entropy(z, labels, reduction="none") for w, z in zip(weights, logits, strict=True)]
+    return Result(logits[-1], objective=lambda mask: (torch.stack(losses).sum(0) * mask).sum())
+
+
 METHODS = {
     "huginn": lambda *a: recurrent(*a, retrofit=False),
     "retrofit": lambda *a: recurrent(*a, retrofit=True),
     "ouro": ouro,
+    "nanbeige": nanbeige,
 }

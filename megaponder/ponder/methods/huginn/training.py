@@ -45,10 +45,13 @@ class RecurrentOptions(DrawnOptions):
     """Last recurrences that have gradients."""
     noise_seed: int = 0
     """Of the first state."""
+    exit_below: float = 0.0
+    """Decoding stops once a recurrence changes no new token's state by this share (Huginn: 0.03); 0: never."""
 
     def __post_init__(self) -> None:
         for name in ("recurrence", "kept"):
             at_least(self, name, 1)
+        at_least(self, "exit_below", 0)
         self.check_draw(self.recurrence)
 
 

@@ -9,31 +9,56 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaponder.decoding.backbone import linear
-from megaponder.decoding.method import DecodingMethod
 from megaponder.decoding.passes import Run
+from megaponder.decoding.steps import State, Stepwise
 
 
-class Ouro(DecodingMethod):
-    """The stack runs `loops` times, each with keys and values of its own. With `exit_threshold` below 1 a token is read
-    out after the first loop at which the sum of its exit distribution reaches the threshold; the later loops still run,
-    since later tokens need their keys and values."""
+class Ouro(Stepwise):
+    """The stack runs `loops` times, each with keys and values of its own. With `threshold` below 1 a token is read out
+    after the first loop at which the sum of its exit distribution reaches the threshold. Its later loops still run,
+    since later tokens need their keys and values; with `skips_loops` they do not, and later tokens see the keys and
+    values of its last loop instead."""
 
     name = "ouro"
-    defaults = {"loops": 4, "exit_threshold": 1.0}
+    defaults = {"loops": 4, "threshold": 1.0, "skips_loops": False}
     training_only = ("stage", "entropy_weight", "judges", "gain_scale", "gain_from")
+    as_trained = {"skips_loops": False}
+
+    @property
+    def halts(self) -> bool:  # type: ignore[override]
+        return bool(self.options["skips_loops"] and self.options["threshold"] < 1)
 
     def modules(self) -> dict[str, nn.Module]:
         return {"gate": nn.Linear(self.config.hidden_size, 1)}
 
+    def trained(self) -> int:
+        return int(self.options["loops"])
+
+    def begin(self, model: Any, ids: Tensor, positions: Tensor) -> State:
+        return {**super().begin(model, ids, positions), "survival": torch.zeros(positions.shape, device=ids.device)}
+
+    def leave(self, model: Any, index: int | Tensor, h: Tensor, state: State, positions: Tensor) -> bool | Tensor:
+        state["out"] = model.model.norm(h)
+        # the sum reaches 1.0 by rounding: a threshold of 1 means never
+        state["survival"] = state["survival"] + F.logsigmoid(-linear(model.method["gate"], state["out"])[..., 0])
+        goes_on = -torch.expm1(state["survival"]) < self.options["threshold"]
+        if self.options["threshold"] >= 1:
+            goes_on = torch.ones_like(goes_on)
+        return goes_on & torch.as_tensor(index + 1 < self.deepest(), device=h.device)
+
+    def enter(self, model: Any, index: int | Tensor, state: State) -> None:
+        state["x"] = state["out"]
+
     def hidden(self, model: Any, ids: Tensor, run: Run) -> Tensor:
-        net, q = model.model, self.options["exit_threshold"]
-        h = read = net.embed(net.words(ids), run.positions)
-        stopped = torch.zeros_like(run.positions, dtype=torch.bool)
-        survival = torch.zeros(run.positions.shape, device=ids.device)
-        for index in range(self.options["loops"]):
-            h = net.norm(net.stack(h, index, run.view(index)))
-            read = torch.where(stopped[..., None], read, h)
-            if q < 1:  # the sum reaches 1.0 by rounding: a threshold of 1 means never
-                survival = survival + F.logsigmoid(-linear(model.method["gate"], h)[..., 0])
-                stopped = stopped | (-torch.expm1(survival) >= q)
-        return read
+        if self.halts:
+            return self._gathered(model, ids, run)
+        state = self.begin(model, ids, run.positions)
+        going = torch.ones_like(run.positions, dtype=torch.bool)
+        run.depth, out = torch.zeros_like(run.positions), state["x"]
+        for index in range(self.deepest()):
+            h = model.model.stack(state["x"], index, run.view(index))
+            go_on = self.leave(model, index, h, state, run.positions)
+            out, run.depth = torch.where(going[..., None], state["out"], out), run.depth + going
+            going = going & go_on
+            self.enter(model, index, state)
+        return out

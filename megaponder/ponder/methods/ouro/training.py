@@ -8,7 +8,7 @@
 
 Stage 1 trains everything.  Stage 2 trains the gate alone (set `train.method_only_steps` to the number of steps): no
 pass needs a backward below the head, so the layers run without gradient.  The reported loss is CE_T; `objective` is
-what is minimised, `exit_loop{t}` the mean of p_t.  Logits are those of loop T, or with `exit_threshold` below 1 those
+what is minimised, `exit_loop{t}` the mean of p_t.  Logits are those of loop T, or with `threshold` below 1 those
 of the first loop at which the sum of p reaches it.
 
 Published: forward, p and the read-out (the public modelling file).  Second-hand, through other projects: both losses;
@@ -52,13 +52,16 @@ class Ouro(Method):
         """Stage 2: steepness of the target."""
         gain_from: float = 0.005
         """Stage 2: the gain at which the target is one half."""
-        exit_threshold: float = 1.0
+        threshold: float = 1.0
         """Evaluation and decoding read out the first loop at which the sum of p reaches this; 1: always the last."""
+        skips_loops: bool = False
+        """With a threshold below 1, decoding leaves out the loops after a token's exit: later tokens then see its last
+        keys and values there, which is an approximation."""
 
         def __post_init__(self) -> None:
             at_least(self, "loops", 1)
             at_least(self, "entropy_weight", 0)
-            fraction(self, "exit_threshold")
+            fraction(self, "threshold")
             if self.stage not in (1, 2):
                 raise ConfigError("ponder.options.stage", self.stage, "it must be 1 or 2", "use 1")
             if self.judges not in ("same", "next"):
@@ -102,7 +105,7 @@ class Ouro(Method):
         return Readout(h, losses=losses, loss=found["objective"], stats=found)
 
     def decides(self) -> bool:
-        return bool(self.options.exit_threshold < 1)
+        return bool(self.options.threshold < 1)
 
     def _judge(self, p: Pass, h: Tensor, carry: dict[str, Tensor], tools: ExitTools) -> Tensor:
         """The cross entropies of a loop; adds its share to what `carry` holds of each token [s, b]."""
@@ -121,13 +124,13 @@ class Ouro(Method):
             share = self._worth(p, gate, losses, carry)
         carry["objective"] = carry.get("objective", 0) + share
         carry["survival"] = survival + F.logsigmoid(-gate)
-        if tools.step is None and o.exit_threshold < 1:
+        if tools.step is None and o.threshold < 1:
             self._read(p, h, carry, tools)
         return losses
 
     def _read(self, p: Pass, h: Tensor, carry: dict[str, Tensor], tools: ExitTools) -> None:
         """Evaluation with a threshold: keep the state of the loop at which each token stops."""
-        stops = tools.broadcast(-torch.expm1(carry["survival"])) >= self.options.exit_threshold
+        stops = tools.broadcast(-torch.expm1(carry["survival"])) >= self.options.threshold
         if p.index:
             h, stops = torch.where(carry["stopped"][..., None], carry["read"], h), stops | carry["stopped"]
         carry["read"], carry["stopped"] = h, stops
@@ -144,8 +147,5 @@ class Ouro(Method):
         return share
 
     def extra_flops(self, p: Pass, vocab_size: int) -> float:
-        return 2.0 * self.shape.hidden_size
-
-    def training_flops(self, p: Pass, vocab_size: int) -> float:
-        head = 2.0 * vocab_size * self.shape.hidden_size
-        return 0.0 if p.last else head * (3.0 if self.options.stage == 1 else 1.0)  # stage 2 trains the gate alone
+        h = self.shape.hidden_size
+        return 2.0 * h + (0.0 if p.last else 2.0 * vocab_size * h)
