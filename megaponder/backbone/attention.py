@@ -15,9 +15,16 @@ from torch import Tensor, nn
 from megaponder.backbone.merged_attention import fused_is_possible, merged_causal
 
 
-def _causal(rows_q: int, rows_k: int, device: torch.device) -> Tensor:
-    """True where query row i may see key row j, aligned at the bottom right: [rows_q, rows_k]."""
-    return torch.ones(rows_q, rows_k, dtype=torch.bool, device=device).tril(rows_k - rows_q)
+def _causal(rows_q: int, rows_k: int, device: torch.device, window: int = 0, slots: int = 1) -> Tensor:
+    """True where query row i may see key row j, aligned at the bottom right: [rows_q, rows_k].
+
+    With a window, only keys of its last `window` tokens, of `slots` rows each.
+    """
+    mask = torch.ones(rows_q, rows_k, dtype=torch.bool, device=device).tril(rows_k - rows_q)
+    if not window:
+        return mask
+    token = torch.arange(rows_k, device=device) // slots
+    return mask & (token > token[rows_k - rows_q :, None] - window)
 
 
 GONE = -30000.0
@@ -55,17 +62,21 @@ def widen_key(k: Tensor, v: Tensor, key_bias: Tensor, scale: float) -> tuple[Ten
 
 
 class SdpaCore(nn.Module):
-    """Causal softmax attention by PyTorch's fused kernels; `key_bias` [k rows, b] is added to the logits of its key."""
+    """Causal softmax attention by PyTorch's fused kernels, within the config's window of tokens if it has one.
 
-    def __init__(self, *_: Any, softmax_scale: float | None = None, **__: Any):
+    `key_bias` [k rows, b] is added to the logits of its key; a token has `slots` rows.
+    """
+
+    def __init__(self, config: Any = None, *_: Any, softmax_scale: float | None = None, **__: Any):
         super().__init__()
         self.scale = softmax_scale
+        self.window = config.window_size[0] + 1 if config is not None and config.window_size else 0
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None = None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None = None, slots: int = 1) -> Tensor:
         if key_bias is not None:
             d, scale = q.shape[-1], self.scale or q.shape[-1] ** -0.5
-            return self._attend(widen_query(q), *widen_key(k, v, key_bias, scale), scale)[..., :d]
-        return self._attend(q, k, v, self.scale)
+            return self._attend(widen_query(q), *widen_key(k, v, key_bias, scale), scale, slots)[..., :d]
+        return self._attend(q, k, v, self.scale, slots)
 
     def merged(
         self,
@@ -79,11 +90,12 @@ class SdpaCore(nn.Module):
         `alive` [n, b] per set is false at missing keys; None: all exist.  A row that sees no key gets arbitrary finite
         values.
         """
-        if fused_is_possible(q):
-            return self._merged(q, keys, values, alive)
         n = keys[0].shape[0]
+        window = self.window if n > self.window else 0
+        if fused_is_possible(q) and not window:  # the kernels that return log-sums know no window
+            return self._merged(q, keys, values, alive)
         exists = [torch.ones(n, q.shape[1], dtype=torch.bool, device=q.device) if a is None else a for a in alive]
-        mask = _causal(n, n, q.device).repeat(1, len(keys))[None] & torch.cat(exists).t()[:, None]
+        mask = _causal(n, n, q.device, window).repeat(1, len(keys))[None] & torch.cat(exists).t()[:, None]
         mask = mask | ~mask.any(-1, keepdim=True)
         k, v = (self._all_heads(q, torch.cat(list(x))) for x in (keys, values))
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
@@ -110,13 +122,14 @@ class SdpaCore(nn.Module):
         repeat = q.shape[2] // x.shape[2]
         return x if repeat == 1 else x.repeat_interleave(repeat, dim=2)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, slots: int) -> Tensor:
         rows_q, rows_k = q.shape[0], k.shape[0]
+        window = self.window if rows_k > self.window * slots else 0
         k, v = self._all_heads(q, k), self._all_heads(q, v)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [s, b, h, d] -> [b, h, s, d]
-        if rows_q == rows_k:
+        if rows_q == rows_k and not window:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
         else:
-            mask = _causal(rows_q, rows_k, q.device)
+            mask = _causal(rows_q, rows_k, q.device, window, slots)
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
         return out.permute(2, 0, 1, 3)

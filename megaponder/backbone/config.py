@@ -97,7 +97,8 @@ def transformer_config(cfg: RunConfig) -> TransformerConfig:
         num_query_groups=m.num_kv_heads,
         ffn_hidden_size=m.ffn_size,
         kv_channels=m.head_size,
-        qk_layernorm=m.qk_norm == "head",  # their weights' gradients are summed over the tensor group
+        qk_layernorm=m.qk_norm == "head",  # replicated weights: their gradients are summed over the tensor group
+        window_size=(m.attention_window - 1, 0) if m.attention_window else None,  # rows before and after a row
         gated_linear_unit=m.gated,  # activation and biases: see backbone.layer
         normalization={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[str(m.norm)],
         layernorm_epsilon=m.norm_eps,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
+from megaponder.backbone.fused import turns
 from megaponder.config.model import ModelConfig
+from megaponder.decoding.rotary import frequencies
 
 
 class Embedding(MegatronModule):
@@ -55,13 +58,32 @@ class Embedding(MegatronModule):
         return words + self.position_embeddings(positions)[:, None]
 
 
-def rotary_embedding(config: TransformerConfig, model: ModelConfig) -> RotaryEmbedding | None:
-    """Angles [n, 1, 1, r] of n positions for the r rotated channels of a head; None without rotary positions."""
+class Rotary:
+    """Cosines and sines of positions 0 .. n-1 for the rotated channels of a head."""
+
+    def __init__(self, model: ModelConfig, device: Any):
+        assert model.head_size and model.rotary_fraction and model.rotary_base and model.max_positions
+        size = int(model.head_size * model.rotary_fraction)
+        # no text is longer than max_positions, up to which dynamic scaling changes nothing
+        self._frequencies, self._factor = frequencies(
+            size, model.rotary_base, model.rotary_scaling or {}, model.max_positions, device=device
+        )
+        self._adjacent = model.rotary_pairs == "adjacent"
+        self._angles: dict[int, Tensor] = {}
+
+    def __call__(self, n: int) -> Tensor:
+        """See `fused.turns`: [2, n, 1, 1, r]."""
+        if n not in self._angles:
+            self._frequencies = self._frequencies.to(torch.cuda.current_device())
+            rows = torch.arange(n, dtype=torch.float32, device=self._frequencies.device)
+            angles = torch.outer(rows, self._frequencies)[:, None, None]
+            pairs = angles.repeat_interleave(2, dim=-1) if self._adjacent else torch.cat([angles, angles], dim=-1)
+            self._angles[n] = pairs
+        return turns(self._angles[n], self._factor)
+
+
+def rotary_embedding(config: TransformerConfig, model: ModelConfig) -> Rotary | None:
+    """None without rotary positions."""
     if model.positions != "rotary":
         return None
-    return RotaryEmbedding(
-        config.kv_channels,
-        model.rotary_fraction,
-        rotary_base=model.rotary_base,
-        use_cpu_initialization=config.use_cpu_initialization,
-    )
+    return Rotary(model, "cpu" if config.use_cpu_initialization else torch.cuda.current_device())

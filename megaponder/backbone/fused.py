@@ -124,6 +124,18 @@ def gelu_tanh(x: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 @fused
+def relu(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """max(x + bias, 0) [s, b, F]."""
+    return F.relu(x if bias is None else x + bias)
+
+
+@fused
+def relu2(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """max(x + bias, 0)^2 [s, b, F]."""
+    return F.relu(x if bias is None else x + bias).square()
+
+
+@fused
 def _swiglu_forward(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
@@ -201,52 +213,74 @@ def thrice(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 # --- queries, keys, values --------------------------------------------------------------------------------------------
-def turns(angles: Tensor) -> Tensor:
-    """Cosines and sines [2, s, 1 or b, 1, r] of angles [s, 1 or b, 1, r]."""
-    return torch.stack([angles.cos(), angles.sin()])
+def turns(angles: Tensor, factor: float = 1.0) -> Tensor:
+    """Cosines and sines [2, s, 1 or b, 1, r] of angles [s, 1 or b, 1, r], times a factor."""
+    turn = torch.stack([angles.cos(), angles.sin()])
+    return turn if factor == 1.0 else turn * factor
 
 
-def rotated(x: Tensor, turn: Tensor, sign: float = 1.0) -> Tensor:
-    """RoPE on the first r channels (two halves that rotate together) of x [s, b, h, d]; sign -1 rotates back."""
+def rotated(x: Tensor, turn: Tensor, adjacent: bool = False, sign: float = 1.0) -> Tensor:
+    """RoPE on the first r channels of x [s, b, h, d], whose two halves turn together, or neighbours if `adjacent`.
+
+    With sign -1 it is the transposed map, which rotates back.
+    """
     r = turn.shape[-1]
     turned, rest = x[..., :r], x[..., r:]
-    first, second = turned.chunk(2, dim=-1)
     cos, sin = turn[0].to(x.dtype), sign * turn[1].to(x.dtype)
-    out = turned * cos + torch.cat([-second, first], dim=-1) * sin
+    if adjacent:
+        first, second = turned.unflatten(-1, (-1, 2)).unbind(-1)
+        across = torch.stack([-second, first], dim=-1).flatten(-2)
+    else:
+        first, second = turned.chunk(2, dim=-1)
+        across = torch.cat([-second, first], dim=-1)
+    out = turned * cos + across * sin
     return torch.cat([out, rest], dim=-1) if rest.shape[-1] else out
 
 
+@fused
+def unit(x: Tensor) -> Tensor:
+    """x / RMS(x) over the last dimension, in FP32 at least; the epsilon is that of x's format."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps)).to(x.dtype)
+
+
 @one_kernel
-def _split_forward(qkv: Tensor, turn: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+def _split_forward(qkv: Tensor, turn: Tensor, heads: int, groups: int, adjacent: bool) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = split(qkv, heads, groups)
-    return rotated(q, turn), rotated(k, turn), v.contiguous()
+    return rotated(q, turn, adjacent), rotated(k, turn, adjacent), v.contiguous()
 
 
 @one_kernel
-def _split_backward(dq: Tensor, dk: Tensor, dv: Tensor, turn: Tensor) -> Tensor:
+def _split_backward(dq: Tensor, dk: Tensor, dv: Tensor, turn: Tensor, adjacent: bool) -> Tensor:
     groups = dk.shape[2]
-    dq, dk = rotated(dq, turn, -1.0), rotated(dk, turn, -1.0)
+    dq, dk = rotated(dq, turn, adjacent, -1.0), rotated(dk, turn, adjacent, -1.0)
     return torch.cat([dq.unflatten(2, (groups, -1)), dk[:, :, :, None], dv[:, :, :, None]], dim=3).flatten(2)
 
 
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, turn: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, qkv: Tensor, turn: Tensor, heads: int, groups: int, adjacent: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(turn)
-        out: tuple[Tensor, Tensor, Tensor] = _split_forward(qkv, turn, heads, groups)
+        ctx.adjacent = adjacent
+        out: tuple[Tensor, Tensor, Tensor] = _split_forward(qkv, turn, heads, groups, adjacent)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _split_backward(*_packed(grads), *ctx.saved_tensors), None, None, None
+        (dq, dk, dv), (turn,) = _packed(grads), ctx.saved_tensors
+        return _split_backward(dq, dk, dv, turn, ctx.adjacent), None, None, None, None
 
 
-def split_rotated(qkv: Tensor, turn: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+def split_rotated(
+    qkv: Tensor, turn: Tensor, heads: int, groups: int, adjacent: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [s, b, h, d], keys and values [s, b, g, d] after RoPE, from megatron-core's fused projection.
 
-    `turn`: see `turns`.
+    `turn`: see `turns`; `adjacent`: see `rotated`.
     """
-    out: tuple[Tensor, Tensor, Tensor] = _Split.apply(qkv, turn, heads, groups)
+    out: tuple[Tensor, Tensor, Tensor] = _Split.apply(qkv, turn, heads, groups, adjacent)
     return out
 
 

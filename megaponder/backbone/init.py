@@ -37,8 +37,16 @@ def global_names(stage: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield name.replace("input_table.weight", "embedding.word_embeddings.weight"), parameter
 
 
-def _is_norm(name: str) -> bool:
+def is_norm(name: str) -> bool:
+    """Whether a parameter of this name belongs to a norm of the backbone."""
     return "layer_norm_" in name or "layernorm." in name or name.startswith("final_norm.")
+
+
+def freeze_norms(stage: nn.Module) -> None:
+    """Norms keep their weight of 1 and bias of 0."""
+    for name, parameter in global_names(stage):
+        if is_norm(name):
+            parameter.requires_grad_(False)
 
 
 def _draw(shape: tuple[int, ...], kind: str, std: float, generator: torch.Generator) -> Tensor:
@@ -76,7 +84,7 @@ def initialise(
     @torch.no_grad()
     def fill(named: tuple[str, nn.Parameter]) -> None:
         name, parameter = named
-        if _is_norm(name):
+        if is_norm(name):
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
         elif name.endswith("bias"):
             parameter.zero_()

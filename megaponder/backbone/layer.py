@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 
 from megaponder.backbone import fused
+from megaponder.backbone.norms import AllHeadsNorm, HeadBias
 from megaponder.backbone.parts import Parts
 from megaponder.config.model import ModelConfig
 
@@ -32,37 +33,42 @@ Reads = tuple[int, tuple[int, ...]]
 ACTIVATIONS: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {
     "gelu": fused.gelu,
     "gelu_tanh": fused.gelu_tanh,
+    "relu": fused.relu,
+    "relu2": fused.relu2,
     "swiglu": fused.swiglu,
 }
 
 
 def layer_spec(model: ModelConfig, parts: Parts) -> ModuleSpec:
     """What megatron-core builds for a layer: the parts that the features require."""
-    norm, names = IdentityOp, {}
-    if not parts.fused_norm:
-        # norms use Transformer Engine's checkpoint names, so both implementations load each other's files
-        norm = parts.norm
-        names = {
-            "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-            "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-        }
+    norm, column, names = IdentityOp, parts.column, {}
+    if model.norm_placement != "post":
+        if parts.normed_column is not None:
+            column = parts.normed_column
+        else:
+            # norms use Transformer Engine's checkpoint names, so both implementations load each other's files
+            norm = parts.norm
+            names = {
+                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+            }
     attention = SelfAttentionSubmodules(
-        linear_qkv=_with_bias(parts.column, model.qkv_bias),
+        linear_qkv=_with_bias(column, model.qkv_bias is True),
         core_attention=parts.core,
         q_layernorm=parts.norm if model.qk_norm == "head" else None,
         k_layernorm=parts.norm if model.qk_norm == "head" else None,
         linear_proj=_with_bias(parts.row, model.output_bias),
     )
-    mlp = MLPSubmodules(
-        linear_fc1=_with_bias(parts.column, model.mlp_bias), linear_fc2=_with_bias(parts.row, model.mlp_bias)
-    )
+    mlp = MLPSubmodules(linear_fc1=_with_bias(column, model.mlp_bias), linear_fc2=_with_bias(parts.row, model.mlp_bias))
     return ModuleSpec(
         module=PonderLayer,
-        params={"model": model, "branch_norm": parts.norm if model.norm_placement == "sandwich" else None},
+        params={"model": model, "branch_norm": None if model.norm_placement == "pre" else parts.norm},
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=ModuleSpec(
-                module=PonderAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+                module=PonderAttention,
+                params={"attn_mask_type": AttnMaskType.causal, "model": model},
+                submodules=attention,
             ),
             pre_mlp_layernorm=norm,
             mlp=ModuleSpec(module=MLP, submodules=mlp),
@@ -91,11 +97,12 @@ def read_rows(x: Tensor, reads: Reads | None) -> Tensor:
     return torch.stack([x[:, i] for i in read], dim=1).flatten(0, 1)
 
 
-def _add(x: Tensor, out: Tensor, bias: Tensor | None, norm: nn.Module | None) -> Tensor:
-    """The residual step: x + norm(out + bias)."""
-    if norm is not None:
-        return x + norm(out if bias is None else out + bias)
-    return x + out if bias is None else fused.add_biased(x, out, bias)
+def _add(x: Tensor, out: Tensor, bias: Tensor | None, norm: nn.Module | None, stream: bool = False) -> Tensor:
+    """The residual step: x + norm(out + bias), or norm(x + out + bias) if the stream itself is normed."""
+    if norm is None or stream:
+        x = x + out if bias is None else fused.add_biased(x, out, bias)
+        return x if norm is None else norm(x)
+    return x + norm(out if bias is None else out + bias)
 
 
 _rotated = fused.one_kernel(fused.rotated)
@@ -103,6 +110,20 @@ _rotated = fused.one_kernel(fused.rotated)
 
 class PonderAttention(SelfAttention):
     """megatron-core's self-attention with `attend(q, k, v, kept, core) -> (output, kept)` inside."""
+
+    q_layernorm: Any
+    k_layernorm: Any
+
+    def __init__(self, *args: Any, model: ModelConfig, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        heads, groups, tp = model.num_heads, model.num_kv_heads, self.pg_collection.tp
+        assert heads and groups
+        if model.qk_norm == "all":
+            self.q_layernorm, self.k_layernorm = (AllHeadsNorm(self.config, n, tp) for n in (heads, groups))
+        self.q_bias: HeadBias | None = None
+        if model.qkv_bias == "qk":
+            self.q_bias, self.k_bias = (HeadBias(self.config, n, tp) for n in (heads, groups))
+        self._adjacent, self._norms_rotated = model.rotary_pairs == "adjacent", model.qk_norm == "rotated"
 
     def forward(
         self, x_sbh: Tensor, rotary: Tensor | None, attend: Attend, kept: Kept, reads: Reads | None = None
@@ -118,13 +139,18 @@ class PonderAttention(SelfAttention):
 
     def _heads(self, qkv: Tensor, rotary: Tensor | None, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [s, b, h, d], keys and values [s, b, g, d] at their positions."""
-        if rotary is not None and self.q_layernorm is None:
-            return fused.split_rotated(qkv, rotary, heads, groups)
-        q, k, v = fused.split(qkv, heads, groups)
-        if self.q_layernorm is not None:
-            q, k = self.q_layernorm(q), self.k_layernorm(k)
-        if rotary is not None:
-            q, k = _rotated(q, rotary), _rotated(k, rotary)
+        if rotary is not None and self.q_layernorm is None and self.q_bias is None:
+            q, k, v = fused.split_rotated(qkv, rotary, heads, groups, self._adjacent)
+        else:
+            q, k, v = fused.split(qkv, heads, groups)
+            if self.q_bias is not None:
+                q, k = self.q_bias(q), self.k_bias(k)
+            if self.q_layernorm is not None:
+                q, k = self.q_layernorm(q), self.k_layernorm(k)
+            if rotary is not None:
+                q, k = _rotated(q, rotary, self._adjacent), _rotated(k, rotary, self._adjacent)
+        if self._norms_rotated:
+            q, k = fused.unit(q), fused.unit(k)
         return q, k, v
 
 
@@ -143,7 +169,7 @@ class PonderLayer(TransformerLayer):
                 branch_norm(config=self.config, hidden_size=self.config.hidden_size, eps=self.config.layernorm_epsilon)
                 for _ in range(2)
             )
-        self.parallel_residual = model.parallel_residual
+        self.parallel_residual, self._stream = model.parallel_residual, model.norm_placement == "stream"
         self._activation = ACTIVATIONS[str(model.activation)]
 
     def forward(
@@ -152,8 +178,8 @@ class PonderLayer(TransformerLayer):
         """Rows in, rows out; with `reads`, all rows serve as keys and only the rows that are read come out."""
         if not self.parallel_residual:
             attended, bias, kept = self.self_attention(self.input_layernorm(x_sbh), rotary, attend, kept, reads)
-            x_sbh = _add(read_rows(x_sbh, reads), attended, bias, self.post_self_attn_layernorm)
-            return _add(x_sbh, *self._mlp(x_sbh), self.post_mlp_layernorm), kept
+            x_sbh = _add(read_rows(x_sbh, reads), attended, bias, self.post_self_attn_layernorm, self._stream)
+            return _add(x_sbh, *self._mlp(x_sbh), self.post_mlp_layernorm, self._stream), kept
         x_sbh, for_attention, for_mlp = fused.thrice(x_sbh)
         attended, bias, kept = self.self_attention(self.input_layernorm(for_attention), rotary, attend, kept, reads)
         x_sbh = read_rows(x_sbh, reads)

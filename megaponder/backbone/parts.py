@@ -26,12 +26,13 @@ class Parts:
     row: Any
     core: Any
     norm: Any
-    fused_norm: bool
-    """`column` starts with its own norm."""
+    normed_column: Any | None = None
+    """A norm and `column` in one; None: they are separate."""
 
 
 def _te_parts() -> Parts:
     from megatron.core.extensions.transformer_engine import (
+        TEColumnParallelLinear,
         TEDotProductAttention,
         TELayerNormColumnParallelLinear,
         TENorm,
@@ -39,32 +40,33 @@ def _te_parts() -> Parts:
     )
 
     class TeCore(TEDotProductAttention):
-        """Transformer Engine's fused attention; calls without a kernel (key bias) go to PyTorch's."""
+        """Transformer Engine's fused attention; calls without a kernel go to PyTorch's: a key bias, or a window of
+        tokens that have several rows each."""
 
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs)
-            self._sdpa = SdpaCore(softmax_scale=kwargs.get("softmax_scale"))
+            self._sdpa = SdpaCore(self.config, softmax_scale=kwargs.get("softmax_scale"))
             for kernel in (self.flash_attention, self.fused_attention, self.unfused_attention):
                 # no dropout, so no fork of the random state, which a CUDA graph could not capture
                 kernel.attention_dropout_ctx = nullcontext
 
-        def forward(self, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None = None) -> Tensor:
-            if key_bias is not None or q.shape[0] != k.shape[0]:
-                return self._sdpa(q, k, v, key_bias)
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None = None, slots: int = 1) -> Tensor:
+            if key_bias is not None or q.shape[0] != k.shape[0] or (self._sdpa.window and slots > 1):
+                return self._sdpa(q, k, v, key_bias, slots)
             out = super().forward(q, k, v, None, AttnMaskType.causal)
             return out.view(*q.shape[:2], q.shape[2], -1)
 
         def merged(self, *args: Any) -> Tensor:
             return self._sdpa.merged(*args)
 
-    return Parts(TELayerNormColumnParallelLinear, TERowParallelLinear, TeCore, TENorm, fused_norm=True)
+    return Parts(TEColumnParallelLinear, TERowParallelLinear, TeCore, TENorm, TELayerNormColumnParallelLinear)
 
 
 def parts(config: TransformerConfig, te: bool) -> Parts:
     """The implementations for a config."""
     if te:
         return _te_parts()
-    return Parts(ColumnParallelLinear, RowParallelLinear, SdpaCore, local_norm(config), fused_norm=False)
+    return Parts(ColumnParallelLinear, RowParallelLinear, SdpaCore, local_norm(config))
 
 
 def implementations(cfg: RunConfig) -> str:

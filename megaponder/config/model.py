@@ -11,7 +11,18 @@ from typing import Any, Literal
 
 from megaponder.config.declare import declaration, declare
 
-Family = Literal["pythia", "llama", "gpt2", "qwen3"]
+Family = Literal["pythia", "llama", "gpt2", "qwen2", "qwen3", "mistral", "olmo2", "opt"]
+
+SCALINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+}
+"""rope_type of a rotary scaling -> its values, under transformers' names: those it must have, and those it may have."""
 
 
 def feature(**said: Any) -> Any:
@@ -26,7 +37,8 @@ class ModelConfig:
     preset: str | None = declare(None, compared=False)
     """Named shape, for example pythia-410m or llama-1.4b; `megaponder plan --presets` lists them."""
     family: Family | None = declare(None, resume="refused")
-    """Set of features: pythia (GPT-NeoX), llama, gpt2 or qwen3.  Features that are given beside it beat it."""
+    """Set of features: pythia (GPT-NeoX), llama, gpt2, qwen2, qwen3, mistral, olmo2 or opt.  Features that are given
+    beside it beat it."""
 
     num_layers: int | None = declare(None, ge=1, resume="refused", aliases=("layers", "num_hidden_layers"))
     """Transformer layers in the stack that a pass runs through."""
@@ -51,14 +63,22 @@ class ModelConfig:
     """Kind of every norm: LayerNorm (with bias) or RMSNorm."""
     norm_eps: float | None = feature(gt=0, resume="warned", load="warned", aliases=("rms_norm_eps",))
     """Epsilon of the norms."""
-    norm_placement: Literal["pre", "sandwich"] | None = feature()
-    """pre: x + f(norm(x)) for attention and MLP f; sandwich: x + norm(f(norm(x))), a norm on what is added, too."""
-    qk_norm: Literal["none", "head"] | None = feature(aliases=("qk_layernorm",))
-    """Norm of queries and keys before RoPE: none, or over the channels of each head (Qwen3)."""
-    activation: Literal["gelu", "gelu_tanh", "swiglu"] | None = feature(aliases=("hidden_act", "activation_function"))
-    """Inside the MLP: exact GELU, its tanh approximation, or SwiGLU (gated, hence three matrices instead of two)."""
-    qkv_bias: bool | None = feature(aliases=("attention_bias", "add_qkv_bias"))
-    """Biases on queries, keys and values."""
+    norm_affine: bool | None = feature(aliases=("layer_norm_elementwise_affine",))
+    """Norms learn a weight (and LayerNorm a bias); false: these stay 1 and 0."""
+    norm_placement: Literal["pre", "sandwich", "post", "stream"] | None = feature()
+    """Norms N around attention and MLP f: pre, x + f(N(x)); sandwich, x + N(f(N(x))); post, x + N(f(x)) (OLMo2);
+    stream, N(x + f(N(x))), which norms the residual stream itself (Huginn)."""
+    qk_norm: Literal["none", "head", "all", "rotated"] | None = feature(aliases=("qk_layernorm",))
+    """Norm of queries and keys: none; head, over the channels of each head (Qwen3); all, one RMSNorm over all heads
+    (OLMo2); both before RoPE.  rotated: RMS of each head after RoPE, without weights, epsilon that of the number format
+    (Parcae)."""
+    activation: Literal["gelu", "gelu_tanh", "relu", "relu2", "swiglu"] | None = feature(
+        aliases=("hidden_act", "activation_function")
+    )
+    """Inside the MLP: exact GELU, its tanh approximation, ReLU, squared ReLU, or SwiGLU (gated, hence three matrices
+    instead of two)."""
+    qkv_bias: bool | Literal["qk"] | None = feature(aliases=("attention_bias", "add_qkv_bias"))
+    """Biases on queries, keys and values; qk: on queries and keys only (Huginn)."""
     output_bias: bool | None = feature()
     """Bias on the output projection of attention."""
     mlp_bias: bool | None = feature()
@@ -69,6 +89,13 @@ class ModelConfig:
     """Part of each head that is rotated (pythia 0.25, llama 1.0); without effect on learned positions."""
     rotary_base: float | None = feature(gt=0, load="asked", aliases=("rope_theta",))
     """RoPE theta."""
+    rotary_pairs: Literal["halves", "adjacent"] | None = feature(aliases=("rotary_interleaved",))
+    """Channels that turn together: i and i + d/2 of d rotated ones (Llama), or 2i and 2i + 1 (Huginn)."""
+    rotary_scaling: dict[str, Any] | None = feature(aliases=("rope_scaling", "rope_parameters"))
+    """Change of RoPE for longer texts, with transformers' names: {} or {rope_type: linear, dynamic (NTK), yarn or
+    llama3, factor: ..., and the values of that type}."""
+    attention_window: int | None = feature(ge=0, unit="tokens", aliases=("sliding_window", "window_size"))
+    """Sliding window: a token attends to itself and to the tokens before it, so many in all; 0: to all before it."""
     parallel_residual: bool | None = feature()
     """x + attn(norm1 x) + mlp(norm2 x) instead of two residual steps (pythia)."""
     tie_embeddings: bool | None = feature(aliases=("tie_word_embeddings",))
@@ -82,6 +109,11 @@ class ModelConfig:
     """Factor on the std of attention-output and MLP-down matrices; auto takes the published one (often 1/sqrt(2L))."""
     embedding_scale: float | Literal["auto", "none", "sqrt_h", "sqrt_2.5h"] = declare("auto", gt=0, compared=False)
     """Factor c on every token embedding that is looked up; auto takes the method's published one."""
+
+    @property
+    def norms_per_layer(self) -> int:
+        """Norms of a layer, those of queries and keys aside."""
+        return 4 if self.norm_placement in ("sandwich", "stream") else 2
 
     @property
     def gated(self) -> bool:
@@ -115,6 +147,7 @@ class ModelConfig:
 _LLAMA = ModelConfig(
     norm="rmsnorm",
     norm_eps=1e-5,
+    norm_affine=True,
     norm_placement="pre",
     qk_norm="none",
     activation="swiglu",
@@ -124,6 +157,9 @@ _LLAMA = ModelConfig(
     positions="rotary",
     rotary_fraction=1.0,
     rotary_base=1e4,
+    rotary_pairs="halves",
+    rotary_scaling={},
+    attention_window=0,
     parallel_residual=False,
     tie_embeddings=False,
 )
@@ -148,7 +184,11 @@ FAMILIES: dict[str, ModelConfig] = {
     ),
     "llama": _LLAMA,
     "gpt2": _GPT2,
+    "qwen2": replace(_LLAMA, qkv_bias=True),
     "qwen3": replace(_LLAMA, qk_norm="head"),
+    "mistral": replace(_LLAMA, attention_window=4096),
+    "olmo2": replace(_LLAMA, norm_placement="post", qk_norm="all"),
+    "opt": replace(_GPT2, activation="relu"),
 }
 """The features of each family."""
 FEATURES = tuple(f.name for f in fields(ModelConfig) if declaration(f).feature)

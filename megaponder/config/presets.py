@@ -1,6 +1,7 @@
 """Named backbones: the shapes, epsilons and initialisations of the published models.
 
-Sources: the Pythia and GPT-2 model cards' shapes; the Llama shapes of the PonderLM-2 repository (no GQA, head size 64,
+Sources: the config.json of the models of these names (Mistral 7B: its first version; Galactica: with biases);
+the Pythia and GPT-2 model cards' shapes; the Llama shapes of the PonderLM-2 repository (no GQA, head size 64,
 FFN = 43/16 H).  Those Llama configurations ship with rms_norm_eps = 0.1, not the usual 1e-5 or 1e-6.  It was changed
 from 1e-5 after the paper's tables were made, so it is unclear which of the two gave the published numbers; at
 initialisation 0.1 damps every norm (a residual stream of mean square q leaves it with RMS sqrt(q / (q + 0.1))).  The
@@ -12,7 +13,8 @@ Pause method is one of the rows that the GPT-NeoX tokenizer (50277 entries) does
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from megaponder.config.fields import nearest
 from megaponder.config.model import Family, ModelConfig
@@ -39,6 +41,8 @@ class Preset:
     norm_eps: float
     normal_std: float
     """Standard deviation where the initialisation is `normal` (the papers' initializer_range)."""
+    more: dict[str, Any] = field(default_factory=dict)
+    """Further fields of the model section that differ from the family's."""
 
 
 def _pythia(layers: int, hidden: int, heads: int, std: float) -> Preset:
@@ -53,6 +57,16 @@ def _gpt2(layers: int, hidden: int, heads: int) -> Preset:
     return Preset("gpt2", layers, hidden, heads, 4 * hidden, 50257, 1024, 1e-5, 0.02)
 
 
+_LLAMA_3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_TIED = {"tie_embeddings": True, "rotary_base": 1e6}
+
+# fmt: off
 PRESETS: dict[str, Preset] = {
     "pythia-70m": _pythia(6, 512, 8, 0.02),
     "pythia-160m": _pythia(12, 768, 12, 0.02),
@@ -70,11 +84,24 @@ PRESETS: dict[str, Preset] = {
     "gpt2-medium": _gpt2(24, 1024, 16),
     "gpt2-large": _gpt2(36, 1280, 20),
     "gpt2-xl": _gpt2(48, 1600, 25),
+    "llama-3.2-1b": Preset(
+        "llama", 16, 2048, 32, 8192, 128256, 131072, 1e-5, 0.02,
+        {"num_kv_heads": 8, "rotary_base": 5e5, "rotary_scaling": _LLAMA_3, "tie_embeddings": True},
+    ),
+    "qwen2.5-0.5b": Preset("qwen2", 24, 896, 14, 4864, 151936, 32768, 1e-6, 0.02, {"num_kv_heads": 2} | _TIED),
+    "qwen3-0.6b": Preset(
+        "qwen3", 28, 1024, 16, 3072, 151936, 40960, 1e-6, 0.02, {"num_kv_heads": 8, "head_size": 128} | _TIED
+    ),
+    "mistral-7b": Preset("mistral", 32, 4096, 32, 14336, 32000, 32768, 1e-5, 0.02, {"num_kv_heads": 8}),
+    "olmo2-1b": Preset("olmo2", 16, 2048, 16, 8192, 100352, 4096, 1e-6, 0.02, {"rotary_base": 5e5}),
+    "opt-125m": Preset("opt", 12, 768, 12, 3072, 50272, 2048, 1e-5, 0.02),
+    "galactica-30b": Preset("opt", 48, 7168, 56, 28672, 50000, 2048, 1e-5, 0.02, {"activation": "gelu"}),
     # for tests and first experiments: odd sizes where the published shapes are round
     "pythia-tiny": Preset("pythia", 2, 32, 4, 128, 96, 64, 1e-5, 0.02),
     "llama-tiny": Preset("llama", 2, 32, 4, 88, 96, 64, LLAMA_EPS, 0.02),
     "gpt2-tiny": Preset("gpt2", 2, 32, 4, 128, 96, 64, 1e-5, 0.02),
 }
+# fmt: on
 
 NORMAL_STD = 0.02
 """Standard deviation of `normal` for shapes without a preset."""

@@ -48,6 +48,10 @@ def _from_preset(model: ModelConfig, preset: Preset) -> None:
     ):  # fmt: skip
         if getattr(model, name) is None and not (resized and name == "ffn_size"):
             setattr(model, name, getattr(preset, name))
+    for name, value in preset.more.items():
+        # other heads are other groups
+        if getattr(model, name) is None and not (name == "num_kv_heads" and model.num_heads != preset.num_heads):
+            setattr(model, name, copy.copy(value))
 
 
 def _from_family(cfg: RunConfig) -> None:
@@ -61,7 +65,7 @@ def _from_family(cfg: RunConfig) -> None:
     assert model.hidden_size is not None and model.num_heads is not None
     for name in FEATURES:
         if getattr(model, name) is None:
-            setattr(model, name, getattr(FAMILIES[model.family], name))
+            setattr(model, name, copy.copy(getattr(FAMILIES[model.family], name)))
     whole_heads = model.num_heads > 0 and model.hidden_size % model.num_heads == 0  # else the rules say so
     defaults: dict[str, Any] = {
         "num_kv_heads": model.num_heads,

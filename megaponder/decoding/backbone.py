@@ -5,7 +5,10 @@ Shapes: b batch, r rows, k keys, H hidden.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +17,7 @@ from torch.nn import functional as F
 from megaponder.decoding.configuration import MegaponderConfig
 from megaponder.decoding.paged import PagedView
 from megaponder.decoding.passes import View
+from megaponder.decoding.rotary import frequencies
 
 
 def wide(x: Tensor) -> Tensor:
@@ -39,9 +43,33 @@ class RMSNorm(nn.Module):
         return self.weight * (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
+def unit(x: Tensor) -> Tensor:
+    """x / RMS(x) over the last dimension; the epsilon is that of x's format."""
+    y = wide(x)
+    return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps)).to(x.dtype)
+
+
+LATER: dict[str, Any] = {
+    "qk_norm": "none",
+    "norm_placement": "pre",
+    "norm_affine": True,
+    "rotary_pairs": "halves",
+    "rotary_scaling": {},
+    "attention_window": 0,
+}
+"""Features that an earlier version's config.json lacks, and what its models have."""
+
+
+def feature(config: MegaponderConfig, name: str) -> Any:
+    """The value of a later feature."""
+    return getattr(config, name, LATER[name])
+
+
 def make_norm(config: MegaponderConfig, width: int) -> nn.Module:
     """RMSNorm, or LayerNorm with bias."""
-    return {"rmsnorm": RMSNorm, "layernorm": nn.LayerNorm}[config.norm](width, eps=config.norm_eps)
+    if config.norm == "rmsnorm":
+        return RMSNorm(width, config.norm_eps)
+    return nn.LayerNorm(width, config.norm_eps, elementwise_affine=feature(config, "norm_affine"))
 
 
 def rotary_tables(config: MegaponderConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
@@ -49,20 +77,29 @@ def rotary_tables(config: MegaponderConfig, positions: Tensor, dtype: torch.dtyp
     size = int(config.head_size * config.rotary_fraction)
     if config.positions != "rotary" or size == 0:
         return None
-    exponent = torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size
-    angle = positions[:, None, :, None].float() / config.rotary_base**exponent
-    angle = torch.cat([angle, angle], dim=-1)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    scaling, longest = feature(config, "rotary_scaling"), config.max_position_embeddings
+    tokens = positions.max() + 1 if scaling.get("rope_type") == "dynamic" and positions.numel() else None
+    inverse, factor = frequencies(size, config.rotary_base, scaling, longest, tokens, positions.device)
+    angle = positions[:, None, :, None].float() * inverse
+    if feature(config, "rotary_pairs") == "adjacent":
+        angle = angle.repeat_interleave(2, dim=-1)
+    else:
+        angle = torch.cat([angle, angle], dim=-1)
+    return (factor * angle.cos()).to(dtype), (factor * angle.sin()).to(dtype)
 
 
-def rotate(x: Tensor, tables: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Rotary embedding of the leading part of each head; x [b, heads, r, head size]."""
+def rotate(x: Tensor, tables: tuple[Tensor, Tensor] | None, adjacent: bool) -> Tensor:
+    """Rotary embedding of the leading part of each head, of its halves or of neighbours; x [b, heads, r, head size]."""
     if tables is None:
         return x
     cos, sin = tables
     turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    first, second = turned.chunk(2, dim=-1)
-    return torch.cat([turned * cos + torch.cat([-second, first], dim=-1) * sin, rest], dim=-1)
+    if adjacent:
+        across = torch.stack([-turned[..., 1::2], turned[..., 0::2]], dim=-1).flatten(-2)
+    else:
+        first, second = turned.chunk(2, dim=-1)
+        across = torch.cat([-second, first], dim=-1)
+    return torch.cat([turned * cos + across * sin, rest], dim=-1)
 
 
 def weigh(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,11 +127,12 @@ class Attention(nn.Module):
         self.size, self.scaling = config.head_size, config.head_size**-0.5
         self.num_key_value_groups, self.is_causal = self.heads // self.groups, True  # read by attention functions
         width, bias = config.hidden_size, config.qkv_bias
-        self.q_proj = nn.Linear(width, self.heads * self.size, bias=bias)
-        self.k_proj = nn.Linear(width, self.groups * self.size, bias=bias)
-        self.v_proj = nn.Linear(width, self.groups * self.size, bias=bias)
-        by_head = getattr(config, "qk_norm", "none") == "head"  # absent before it was a feature
-        self.q_norm, self.k_norm = (make_norm(config, self.size) if by_head else nn.Identity() for _ in "qk")
+        self.q_proj = nn.Linear(width, self.heads * self.size, bias=bool(bias))
+        self.k_proj = nn.Linear(width, self.groups * self.size, bias=bool(bias))
+        self.v_proj = nn.Linear(width, self.groups * self.size, bias=bias is True)
+        self.qk_norm, self.adjacent = feature(config, "qk_norm"), feature(config, "rotary_pairs") == "adjacent"
+        counts = {"head": (1, 1), "all": (self.heads, self.groups)}.get(self.qk_norm, (0, 0))
+        self.q_norm, self.k_norm = (make_norm(config, n * self.size) if n else nn.Identity() for n in counts)
         self.o_proj = nn.Linear(self.heads * self.size, width, bias=config.output_bias)
 
     def forward(
@@ -106,10 +144,15 @@ class Attention(nn.Module):
         before: tuple[Tensor, ...],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Output [b, r, H]; keys and values of these rows."""
-        q, k, v = (
-            proj(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k = rotate(self.q_norm(q), tables), rotate(self.k_norm(k), tables)
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.qk_norm == "all":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (y.unflatten(-1, (-1, self.size)).transpose(1, 2) for y in (q, k, v))
+        if self.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, tables, self.adjacent), rotate(k, tables, self.adjacent)
+        if self.qk_norm == "rotated":
+            q, k = unit(q), unit(k)
         if isinstance(view, PagedView):
             out = view.attend(self, entry, q, k, v)
             return self.o_proj(out.transpose(1, 2).flatten(2)), k, v
@@ -138,8 +181,16 @@ class Attention(nn.Module):
         return scores.softmax(-1).to(v.dtype) @ v
 
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
 class MLP(nn.Module):
-    """SwiGLU, or two matrices with exact or tanh GELU in between."""
+    """SwiGLU, or two matrices with an activation in between."""
 
     def __init__(self, config: MegaponderConfig):
         super().__init__()
@@ -153,9 +204,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.activation == "swiglu":
             return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return self.down_proj(
-            F.gelu(self.up_proj(x), approximate={"gelu": "none", "gelu_tanh": "tanh"}[self.activation])
-        )
+        return self.down_proj(ACTIVATIONS[self.activation](self.up_proj(x)))
 
 
 class Layer(nn.Module):
@@ -163,15 +212,17 @@ class Layer(nn.Module):
 
     def __init__(self, config: MegaponderConfig):
         super().__init__()
-        self.parallel = config.parallel_residual
-        self.input_layernorm = make_norm(config, config.hidden_size)
+        self.parallel, self.placement = config.parallel_residual, feature(config, "norm_placement")
+        before, after = self.placement != "post", self.placement != "pre"
+        self.input_layernorm = self._norm(config, before)
         self.self_attn = Attention(config)
-        self.post_attention_layernorm = make_norm(config, config.hidden_size)
+        self.post_attention_layernorm = self._norm(config, before)
         self.mlp = MLP(config)
-        sandwich = getattr(config, "norm_placement", "pre") == "sandwich"  # as above
-        self.input_layernorm_2, self.post_attention_layernorm_2 = (
-            make_norm(config, config.hidden_size) if sandwich else nn.Identity() for _ in range(2)
-        )
+        self.input_layernorm_2, self.post_attention_layernorm_2 = (self._norm(config, after) for _ in range(2))
+
+    @staticmethod
+    def _norm(config: MegaponderConfig, there: bool) -> nn.Module:
+        return make_norm(config, config.hidden_size) if there else nn.Identity()
 
     def forward(
         self,
@@ -189,10 +240,13 @@ class Layer(nn.Module):
         if weight is not None:
             view = replace(view, weight=weight)
         attended, k, v = self.self_attn(self.input_layernorm(x), tables, view, entry, before)
-        attended = self.input_layernorm_2(attended)
-        y = x if self.parallel else x + attended
-        inner = self.post_attention_layernorm_2(self.mlp(self.post_attention_layernorm(y)))
-        return (x + attended if self.parallel else y) + inner, k, v
+        y = self._step(x, attended, self.input_layernorm_2)
+        if self.parallel:
+            return self._step(y, self.mlp(self.post_attention_layernorm(x)), self.post_attention_layernorm_2), k, v
+        return self._step(y, self.mlp(self.post_attention_layernorm(y)), self.post_attention_layernorm_2), k, v
+
+    def _step(self, x: Tensor, out: Tensor, norm: nn.Module) -> Tensor:
+        return norm(x + out) if self.placement == "stream" else x + norm(out)
 
 
 class Backbone(nn.Module):
@@ -232,6 +286,7 @@ class Backbone(nn.Module):
         `kept`, one tuple per layer: the keys and values that `view` needs from earlier passes; updated in place.
         """
         tables = rotary_tables(self.config, view.positions, x.dtype)
+        view = view.within(feature(self.config, "attention_window"))
         if self.states is not None:
             self.states.append(x)
         for i in range(len(self.layers)) if part is None else part:

@@ -36,7 +36,7 @@ class MegaponderConfig(PreTrainedConfig):
     """Backbone (shape and features), pondering method and its options.
 
     norm                 layernorm or rmsnorm, with epsilon norm_eps
-    activation           gelu (exact), gelu_tanh, or swiglu (gated)
+    activation           gelu (exact), gelu_tanh, relu, relu2 (squared), or swiglu (gated)
     qkv_bias, output_bias, mlp_bias    of queries, keys and values; of attention's output; of the MLP
     positions            rotary or learned
     parallel_residual    attention and MLP read the same rows

@@ -60,7 +60,10 @@ def packed(
     """Rows [m] of pass `index`, ordered by sequence and token, each of which reads its own and earlier tokens."""
     slots = store.allot(index, seq, token, weight)
     if not len(seq):
-        return Packed(positions[None], None, None, None, store, slots, slots[None], None, (1, 0), layers)
+        nothing = token[None]
+        return Packed(
+            positions[None], None, None, None, (nothing, nothing), store, slots, slots[None], None, (1, 0), layers
+        )
     there, rows = torch.unique_consecutive(seq, return_counts=True)
     shape = (len(there), int(rows.max()))
     keys, key_token = store.keys_of(index, there, int(token.max()))
@@ -79,4 +82,5 @@ def packed(
         mask = (key_token[:, None] <= row_token[..., None]) & exists[:, None]
         mask = None if shape[1] == 1 and bool(mask.all()) else mask[:, None]
     weights = None if store.weight is None else store.weight[keys.clamp(min=0)]
-    return Packed(positions[None], mask, weights, None, store, slots, keys.clamp(min=0), place, shape, layers)
+    tokens = (row_token, key_token)
+    return Packed(positions[None], mask, weights, None, tokens, store, slots, keys.clamp(min=0), place, shape, layers)

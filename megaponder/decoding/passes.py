@@ -25,6 +25,25 @@ class View:
     weight: Tensor | None
     """[b, k] added to the logits of each key; None: 0."""
     cache: PonderCache | None
+    tokens: tuple[Tensor, Tensor] | None
+    """The tokens that the rows [1 or s, r] and the keys [1 or s, k] belong to; None: unknown, as in pages."""
+
+    def within(self, window: int) -> View:
+        """The same view of keys of the last `window` tokens only; 0: of all."""
+        if not window:
+            return self
+        if self.tokens is None:
+            raise ValueError(
+                f"a sliding window ({window} tokens) needs this model's own cache: pages do not tell tokens"
+            )
+        row, key = self.tokens
+        near = key[:, None] > row[..., None] - window
+        if near.all():
+            return self
+        mask = self.mask
+        if mask is None:
+            mask = torch.ones_like(near).tril(near.shape[2] - near.shape[1])[:, None]
+        return replace(self, mask=mask & near[:, None])
 
     def join(self, entry: int, k: Tensor, v: Tensor, before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """(keys, values that all rows read; keys, values of the new rows alone), each [b, groups, k or r, d].
@@ -86,9 +105,9 @@ class Run:
 
     def view(self, index: int = 0, slots: int = 1, alive: Tensor | None = None, weight: Tensor | None = None) -> View:
         """A pass whose rows read the rows of the same pass, themselves and those before."""
-        self.add(index, slots, alive, weight)
+        token, rows = self.add(index, slots, alive, weight), self.rows[index]
         positions = self.positions.repeat_interleave(slots, dim=1)
-        return View(positions, self.mask(index, slots), self.rows[index].weight, self.cache)
+        return View(positions, self.mask(index, slots), rows.weight, self.cache, (token[None], rows.token[None]))
 
     def draft(self, slots: int, alive: Tensor | None = None, weight: Tensor | None = None) -> View:
         """A pass over whole sequences that leaves nothing in the cache, which is empty."""

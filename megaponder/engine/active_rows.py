@@ -107,12 +107,14 @@ class Attending:
     mask over fewer, and the wasted work is a small part of a pass (measured in benchmarks/halting.py).
     """
 
-    def __init__(self, core: Any, rows: Rows | None, active: Tensor | None, layer: int, modules: nn.ModuleDict):
-        self._core, self._rows, self._active = core, rows, active
+    def __init__(
+        self, core: Any, rows: Rows | None, active: Tensor | None, layer: int, modules: nn.ModuleDict, slots: int
+    ):
+        self._core, self._rows, self._active, self._slots = core, rows, active, slots
         self.layer, self.modules = layer, modules
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None = None) -> Tensor:
-        out: Tensor = self._core(self.scatter(q), k, v, key_bias)
+        out: Tensor = self._core(self.scatter(q), k, v, key_bias, self._slots)
         return out if self._rows is None else self._rows.gather(out)
 
     def merged(

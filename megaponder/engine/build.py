@@ -8,7 +8,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from megaponder.backbone.config import dtype_of, uses_graphs
-from megaponder.backbone.init import initialise
+from megaponder.backbone.init import freeze_norms, initialise
 from megaponder.config.schema import RunConfig
 from megaponder.engine.capture import Captures
 from megaponder.engine.groups import Groups
@@ -34,6 +34,8 @@ def build_stage(cfg: RunConfig, method: Method, groups: Groups) -> PonderStage:
         gated=cfg.model.gated,
         up_factor=factor if method.scales_up else 1.0,
     )
+    if not cfg.model.norm_affine:
+        freeze_norms(stage)
     return stage
 
 

@@ -127,10 +127,7 @@ def init(cfg: RunConfig) -> Groups:
 def shutdown() -> None:
     """Leave the process groups; the process may exit or create new ones."""
     from megatron.core import parallel_state
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    # its cache of angles keeps its users alive, and with them the groups and gloo's busy threads
-    RotaryEmbedding.forward.cache_clear()
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():

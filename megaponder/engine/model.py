@@ -35,7 +35,6 @@ from torch.utils.checkpoint import checkpoint
 
 from megaponder.backbone.config import head_config, transformer_config, use_te
 from megaponder.backbone.embedding import Embedding, rotary_embedding
-from megaponder.backbone.fused import turns
 from megaponder.backbone.layer import Kept, Reads, layer_spec
 from megaponder.backbone.parts import parts
 from megaponder.config.recompute import recomputed_layers
@@ -248,7 +247,7 @@ class PonderStage(MegatronModule):
         """`fused.turns` [2, rows, 1, 1, d_rot]; all slots of a token share its position."""
         if self.rotary is None:
             return None
-        turn = turns(self.rotary(rows // p.slots))
+        turn = self.rotary(rows // p.slots)
         return turn if p.slots == 1 else turn.repeat_interleave(p.slots, dim=1)
 
     def gathered(self, active: Tensor | None) -> Rows | None:
@@ -302,7 +301,9 @@ class PonderStage(MegatronModule):
             ) -> tuple[Tensor, Kept]:
                 def attend(q: Tensor, k: Tensor, v: Tensor, kept: Kept, core: Any) -> tuple[Tensor, Kept]:
                     own: Any = self.method_layers[str(number)]
-                    return self.method.attend(p, q, k, v, riders, kept, Attending(core, rows, active, number, own))
+                    return self.method.attend(
+                        p, q, k, v, riders, kept, Attending(core, rows, active, number, own, p.slots)
+                    )
 
                 with precision():  # inside `run`, so that a recomputed layer enters it again
                     return layer(x, rotary, attend, before, reads)

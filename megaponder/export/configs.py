@@ -9,7 +9,7 @@ from megaponder.config.model import FAMILIES, FEATURES
 from megaponder.config.schema import ModelConfig, RunConfig
 from megaponder.errors import UserError
 from megaponder.export import compose
-from megaponder.export.formats import FORMATS, Format
+from megaponder.export.formats import FORMATS, Coded, Format
 from megaponder.ponder.settings import embedding_scale, method_of
 
 # our field -> the modelling code's; features keep their names, and `embedding_scale` is written as a number
@@ -50,7 +50,8 @@ def native_format(cfg: RunConfig) -> tuple[str | None, str]:
         return None, f"method {cfg.ponder.method}"
     if scale_of(cfg) != 1.0 and cfg.model.tie_embeddings:
         return None, f"embedding scale {scale_of(cfg):g} on a tied table"
-    reasons = {kind: what_is_lost(cfg.model, form) for kind, form in FORMATS.items()}
+    own_first = sorted(FORMATS.items(), key=lambda item: item[1].family != cfg.model.family)
+    reasons = {kind: what_is_lost(cfg.model, form) for kind, form in own_first}
     fitting = next((kind for kind, reason in reasons.items() if not reason), None)
     own = next((reasons[kind] for kind, form in FORMATS.items() if form.family == cfg.model.family), "its features")
     return fitting, "" if fitting else own
@@ -59,6 +60,11 @@ def native_format(cfg: RunConfig) -> tuple[str | None, str]:
 def what_is_lost(m: ModelConfig, form: Format) -> str:
     """The first feature of a model that a format cannot represent; empty if there is none."""
     held, family = set(form.taken.values()), FAMILIES[form.family]
+    held |= {"attention_window"} if form.window else set()
+    held |= {"rotary_scaling"} if form.rotary else set()
+    for code in form.coded.values():
+        if _code(m, code) is not None:
+            held.update(code.ours)
     if "num_kv_heads" not in held and m.num_kv_heads != m.num_heads:
         return f"grouped key/value heads in a {form.family} block"
     if "head_size" not in held and m.query_width != m.hidden_size:
@@ -68,6 +74,12 @@ def what_is_lost(m: ModelConfig, form: Format) -> str:
         if name not in held and not without_effect and getattr(m, name) != getattr(family, name):
             return f"{name.replace('_', ' ')} {getattr(m, name)} in a {form.family} block"
     return ""
+
+
+def _code(m: ModelConfig, code: Coded) -> Any:
+    """Their value for ours; None if there is none."""
+    ours = [getattr(m, name) for name in code.ours]
+    return next((theirs for theirs, value in code.values.items() if all(x == value for x in ours)), None)
 
 
 def _common(model: ModelConfig, dtype: str, eos: int | None) -> dict[str, Any]:
@@ -119,8 +131,19 @@ def native_config(cfg: RunConfig, kind: str, dtype: str, eos: int | None) -> dic
     out: dict[str, Any] = {"model_type": kind, "architectures": [form.architecture]}
     out |= _mapped(m, {ours: theirs for theirs, ours in form.taken.items()}) | _common(m, dtype, eos)
     out |= {name: legal[0] for name, legal in form.required.items()} | dict.fromkeys(form.without_dropout, 0.0)
+    out |= {theirs: _code(m, code) for theirs, code in form.coded.items()}
+    out |= dict.fromkeys(form.same_width, m.hidden_size)
+    if form.window:
+        out["sliding_window"] = m.attention_window or None
+    if form.window == "switched":
+        kind = "sliding_attention" if m.attention_window else "full_attention"
+        out |= {"use_sliding_window": bool(m.attention_window), "layer_types": [kind] * (m.num_layers or 0)}
+        out["max_window_layers"] = 0 if m.attention_window else 28  # of 28 or more there is no effect
     if form.rotary:  # newer releases of transformers read this, older ones the fields beside it
-        out["rope_parameters"] = {"rope_type": "default", "rope_theta": m.rotary_base}
+        scaling = m.rotary_scaling or {}
+        out["rope_parameters"] = {"rope_type": "default", "rope_theta": m.rotary_base} | scaling
+        if scaling:
+            out["rope_scaling"] = scaling
         if "rotary_fraction" in form.taken.values():
             out["rope_parameters"]["partial_rotary_factor"] = m.rotary_fraction
     return out

@@ -7,7 +7,7 @@ entry in `FORMATS`, used by both import and export.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 LAYER_NAMES = {
     "input_layernorm": "input_layernorm",
@@ -28,12 +28,38 @@ class Layout:
 
     names: dict[str, str]
     """Parts of the modelling file's names -> theirs, in order of replacement."""
-    fused_heads: bool
-    """The fused q, k, v matrix is ordered by heads (q, k, v of each), not in thirds."""
+    fused: Literal["", "heads", "thirds"] = ""
+    """q, k and v are one matrix, ordered by heads (q, k, v of each) or in thirds."""
     transposed: bool = False
     """Layer matrices are stored as [in, out]."""
     prefix: str = ""
     """Prefix missing in the first published files."""
+    unused_positions: int = 0
+    """Rows of the position table before that of position 0."""
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A field of theirs whose values have other names, or stand for several of our fields."""
+
+    ours: tuple[str, ...]
+    values: dict[Any, Any]
+    """Theirs -> ours; the first is transformers' default."""
+
+    @classmethod
+    def same(cls, default: bool, *ours: str) -> Coded:
+        """A switch that is one or several of ours."""
+        return cls(ours, {default: default, not default: not default})
+
+
+_GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
+_SILU = Coded(("activation",), {"silu": "swiglu", "swish": "swiglu"})
+
+
+def _activation(default: str) -> Coded:
+    """What a plain MLP may have inside."""
+    known = _GELUS | {"relu": "relu", "relu2": "relu2"}
+    return Coded(("activation",), {default: known[default]} | known)
 
 
 @dataclass(frozen=True)
@@ -47,14 +73,20 @@ class Format:
     """Theirs -> ours (ModelConfig)."""
     defaults: dict[str, Any]
     """Theirs -> transformers' default if the file has no value."""
+    coded: dict[str, Coded] = field(default_factory=dict)
+    """Theirs -> what its values mean."""
     required: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     """Theirs -> the values that this backbone supports; the first is transformers' default and is exported."""
     idle: tuple[str, ...] = ()
     """Theirs, without effect when the others have the values in `required`."""
+    same_width: tuple[str, ...] = ()
+    """Theirs, which must equal the hidden size."""
     without_dropout: tuple[str, ...] = ()
     """Theirs, exported as 0.0."""
     layout: Layout | None = None
     rotary: bool = True
+    window: Literal["", "plain", "switched"] = ""
+    """It has a sliding window: `sliding_window`, or that with `use_sliding_window` and the layers that have it."""
 
 
 _NEOX = Format(
@@ -86,7 +118,7 @@ _NEOX = Format(
         "rotary_pct": 0.25,
         "rotary_emb_base": 10000.0,
     },
-    {"hidden_act": ("gelu",), "attention_bias": (True,)},
+    {"hidden_act": _activation("gelu"), "attention_bias": Coded.same(True, "qkv_bias", "output_bias")},
     without_dropout=("hidden_dropout", "attention_dropout"),
     layout=Layout(
         {
@@ -99,7 +131,7 @@ _NEOX = Format(
             ".mlp.up_proj.": ".mlp.dense_h_to_4h.",
             ".mlp.down_proj.": ".mlp.dense_4h_to_h.",
         },
-        fused_heads=True,
+        fused="heads",
     ),
 )
 _LLAMA = Format(
@@ -132,12 +164,11 @@ _LLAMA = Format(
         "rope_theta": 10000.0,
     },
     {
-        "hidden_act": ("silu", "swish"),
-        "attention_bias": (False,),
-        "mlp_bias": (False,),
-        "sliding_window": (None,),
-        "use_sliding_window": (False,),
+        "hidden_act": _SILU,
+        "attention_bias": Coded.same(False, "qkv_bias", "output_bias"),
+        "mlp_bias": Coded.same(False, "mlp_bias"),
     },
+    {"sliding_window": (None,), "use_sliding_window": (False,)},
     idle=("max_window_layers",),
     without_dropout=("attention_dropout",),
 )
@@ -164,8 +195,8 @@ _GPT2 = Format(
         "layer_norm_epsilon": 1e-5,
         "tie_word_embeddings": True,
     },
+    {"activation_function": _activation("gelu_new")},
     {
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),
@@ -184,7 +215,7 @@ _GPT2 = Format(
             ".mlp.up_proj.": ".mlp.c_fc.",
             ".mlp.down_proj.": ".mlp.c_proj.",
         },
-        fused_heads=False,
+        fused="thirds",
         transposed=True,
         prefix="transformer.",
     ),
@@ -202,6 +233,98 @@ _QWEN3 = replace(
         "intermediate_size": 22016,
         "max_position_embeddings": 32768,
     },
+    coded={"hidden_act": _SILU, "attention_bias": Coded.same(False, "qkv_bias", "output_bias")},
+    required={},
+    idle=(),
+    window="switched",
 )
-FORMATS = {"gpt_neox": _NEOX, "llama": _LLAMA, "gpt2": _GPT2, "qwen3": _QWEN3}
+_QWEN2 = replace(
+    _QWEN3,
+    family="qwen2",
+    architecture="Qwen2ForCausalLM",
+    defaults=_QWEN3.defaults | {"head_dim": None},
+    coded={"hidden_act": _SILU},
+)
+_MISTRAL = replace(
+    _LLAMA,
+    family="mistral",
+    architecture="MistralForCausalLM",
+    defaults=_LLAMA.defaults
+    | {"num_key_value_heads": 8, "intermediate_size": 14336, "max_position_embeddings": 131072},
+    coded={"hidden_act": _SILU},
+    required={},
+    idle=(),
+    window="plain",
+)
+_OLMO2 = replace(
+    _LLAMA,
+    family="olmo2",
+    architecture="Olmo2ForCausalLM",
+    defaults=_LLAMA.defaults | {"vocab_size": 50304, "rms_norm_eps": 1e-5},
+    coded={"hidden_act": _SILU, "attention_bias": Coded.same(False, "qkv_bias", "output_bias")},
+    required={},
+    idle=(),
+    layout=Layout(
+        {
+            ".input_layernorm_2.": ".post_attention_layernorm.",
+            ".post_attention_layernorm_2.": ".post_feedforward_layernorm.",
+        }
+    ),
+)
+_OPT = Format(
+    "opt",
+    "OPTForCausalLM",
+    {
+        "vocab_size": "vocab_size",
+        "hidden_size": "hidden_size",
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_heads",
+        "ffn_dim": "ffn_size",
+        "max_position_embeddings": "max_positions",
+        "tie_word_embeddings": "tie_embeddings",
+    },
+    {
+        "vocab_size": 50272,
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "ffn_dim": 3072,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+    },
+    {
+        "activation_function": _activation("relu"),
+        "enable_bias": Coded.same(True, "qkv_bias", "output_bias", "mlp_bias"),
+        "layer_norm_elementwise_affine": Coded.same(True, "norm_affine"),
+    },
+    {"do_layer_norm_before": (True,), "_remove_final_layer_norm": (False,)},
+    same_width=("word_embed_proj_dim",),
+    without_dropout=("dropout", "attention_dropout", "layerdrop"),
+    layout=Layout(
+        {
+            "model.embed_tokens.": "model.decoder.embed_tokens.",
+            "model.embed_positions.": "model.decoder.embed_positions.",
+            "model.norm.": "model.decoder.final_layer_norm.",
+            "model.layers.": "model.decoder.layers.",
+            ".input_layernorm.": ".self_attn_layer_norm.",
+            ".post_attention_layernorm.": ".final_layer_norm.",
+            ".self_attn.o_proj.": ".self_attn.out_proj.",
+            ".mlp.up_proj.": ".fc1.",
+            ".mlp.down_proj.": ".fc2.",
+        },
+        prefix="model.",
+        unused_positions=2,
+    ),
+    rotary=False,
+)
+FORMATS = {
+    "gpt_neox": _NEOX,
+    "llama": _LLAMA,
+    "gpt2": _GPT2,
+    "qwen2": _QWEN2,
+    "qwen3": _QWEN3,
+    "mistral": _MISTRAL,
+    "olmo2": _OLMO2,
+    "opt": _OPT,
+}
 """By model_type."""

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
+from megaponder.config.model import SCALINGS
 from megaponder.config.schema import ModelConfig
 from megaponder.errors import UserError
-from megaponder.export.formats import FORMATS, Format
+from megaponder.export.formats import FORMATS, Coded, Format
 from megaponder.export.public_code import FIELDS, kind_of
 
 # without effect on the forward pass of a causal language model, whatever their value
 IGNORED = {
     "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_name_or_path", "add_bos_token",
     "architectures", "bos_token_id", "classifier_dropout", "dtype", "eos_token_id", "finetuning_task", "id2label",
-    "initializer_range", "is_decoder", "label2id", "max_sequence_length", "megaponder_version", "model_type", "n_ctx",
-    "name_or_path",
-    "num_labels", "output_attentions", "output_hidden_states", "pad_token_id", "predict_special_tokens",
-    "pretraining_tp", "problem_type", "reorder_and_upcast_attn", "return_dict", "summary_activation",
-    "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "task_specific_params",
+    "init_std", "initializer_range", "is_decoder", "label2id", "max_sequence_length", "megaponder_version",
+    "model_type", "n_ctx", "name_or_path", "num_labels", "output_attentions", "output_hidden_states", "pad_token_id",
+    "predict_special_tokens", "pretraining_tp", "problem_type", "reorder_and_upcast_attn", "return_dict",
+    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
+    "task_specific_params",
     "tokenizer_class", "torch_dtype", "transformers_version", "unk_index", "use_cache", "vocab_pad_to",
     # training regularisation; the backbones here train without dropout
-    "attention_dropout", "attn_pdrop", "embd_pdrop", "hidden_dropout", "resid_pdrop",
+    "attention_dropout", "attn_pdrop", "dropout", "embd_pdrop", "hidden_dropout", "layerdrop", "resid_pdrop",
 }  # fmt: skip
 
 
@@ -47,7 +49,10 @@ def model_config(hf: dict[str, Any], where: str) -> ModelConfig:
         raise UserError(f"{where}: model_type = {kind!r} cannot be imported; it must be one of {known}.")
     form = FORMATS[kind]
     hf = {name: value for name, value in hf.items() if name not in {*IGNORED, *form.idle}}
-    rope = _rope(hf, form, where)
+    rope, scaling = _rope(hf, form, where)
+    coded = {
+        name: value for theirs, code in form.coded.items() for name, value in _decoded(hf, theirs, code, form, where)
+    }
     for name, legal in form.required.items():
         value = hf.pop(name, legal[0])
         if value not in legal:
@@ -58,18 +63,57 @@ def model_config(hf: dict[str, Any], where: str) -> ModelConfig:
     heads, hidden = values[_theirs(form, "num_heads")], values[_theirs(form, "hidden_size")]
     if "head_dim" not in form.taken and hf.pop("head_dim", None) not in (None, hidden // heads):
         raise UserError(f"{where}: head_dim: heads must be hidden_size / num_attention_heads = {hidden // heads} wide.")
-    layers = hf.pop("layer_types", None) or []
-    if not isinstance(layers, list) or any(layer != "full_attention" for layer in layers):
-        raise UserError(f"{where}: layer_types: every layer must be full_attention.")
+    for name in form.same_width:
+        if (width := hf.pop(name, hidden)) != hidden:
+            raise UserError(
+                f"{where}: {name} = {width!r}: it must equal hidden_size = {hidden}; there is no projection."
+            )
+    window = _window(hf, form, values[_theirs(form, "num_layers")], where)
     if left := sorted(name for name, value in hf.items() if value not in (None, False, {}, [])):
         raise UserError(
             f"{where}: {left[0]} = {hf[left[0]]!r} is unknown for model_type {kind}, so its effect would be lost; if "
             "you know that it has none, delete it in a copy of the folder."
         )
-    ours = {form.taken[name]: value for name, value in values.items()}
+    ours = coded | {form.taken[name]: value for name, value in values.items()}
+    if scaling:
+        original, needed = "original_max_position_embeddings", SCALINGS[scaling["rope_type"]][0]
+        ours["rotary_scaling"] = ({original: ours["max_positions"]} if original in needed else {}) | scaling
+    if form.window:
+        ours["attention_window"] = window
     ours["num_kv_heads"] = ours.get("num_kv_heads") or ours["num_heads"]
     ours["ffn_size"] = ours["ffn_size"] or 4 * hidden
     return ModelConfig(family=form.family, embedding_scale="none", **ours)  # type: ignore[arg-type]
+
+
+def _decoded(hf: dict[str, Any], theirs: str, code: Coded, form: Format, where: str) -> Iterator[tuple[str, Any]]:
+    """Our fields for a coded one, which is taken out of `hf`."""
+    value = hf.pop(theirs, next(iter(code.values)))
+    found = [ours for legal, ours in code.values.items() if legal == value and type(legal) is type(value)]
+    if not found:
+        legal = " or ".join(repr(x) for x in code.values)
+        raise UserError(f"{where}: {theirs} = {value!r}: a {form.family} block supports only {legal}.")
+    yield from ((name, found[0]) for name in code.ours)
+
+
+def _window(hf: dict[str, Any], form: Format, layers: int, where: str) -> int:
+    """Tokens of the sliding window, 0 for none; what says so is taken out of `hf`."""
+    types = hf.pop("layer_types", None) or []
+    if not form.window:
+        if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
+            raise UserError(f"{where}: layer_types: every layer must be full_attention.")
+        return 0
+    size = hf.pop("sliding_window", 4096)
+    if form.window == "switched":
+        on, first = hf.pop("use_sliding_window", False), hf.pop("max_window_layers", 28)
+        if not on:
+            size, types = None, [kind for kind in types if kind != "full_attention"]
+        elif not types:
+            types = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
+    if not isinstance(types, list) or any(kind != "sliding_attention" for kind in types) or (types and size is None):
+        raise UserError(f"{where}: layer_types: either all layers must have the sliding window, or none.")
+    if size is not None and (type(size) is not int or size < 1):
+        raise UserError(f"{where}: sliding_window = {size!r}: it must be a positive integer or null.")
+    return size or 0
 
 
 def _refuse_other_type(name: str, value: Any, default: Any, where: str) -> None:
@@ -93,10 +137,11 @@ ROTARY = {"rope_theta": "rotary_base", "partial_rotary_factor": "rotary_fraction
 """Rotary settings under the names that transformers has for every model_type -> ours."""
 
 
-def _rope(hf: dict[str, Any], form: Format, where: str) -> dict[str, Any]:
-    """Rotary settings from `rope_parameters` (current releases) and from names that repeat the format's own, taken out
-    of `hf`; scaling is refused."""
+def _rope(hf: dict[str, Any], form: Format, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Rotary settings from `rope_parameters` (current releases) and from names that repeat the format's own, and the
+    scaling; all taken out of `hf`."""
     found: dict[str, Any] = {}
+    scaling: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         rope = hf.pop(name, None) or {}
         if not isinstance(rope, dict):
@@ -104,13 +149,18 @@ def _rope(hf: dict[str, Any], form: Format, where: str) -> dict[str, Any]:
         rope = dict(rope)
         kind = rope.pop("rope_type", rope.pop("type", "default"))
         if kind != "default":
-            raise UserError(f"{where}: {name} of type {kind!r}: rotary scaling is not supported; it must be default.")
+            if not isinstance(kind, str) or kind not in SCALINGS or not form.rotary:
+                known = ", ".join(SCALINGS) if form.rotary else "none"
+                raise UserError(f"{where}: {name} of type {kind!r} is not supported; it must be default or {known}.")
+            own = {key for keys in SCALINGS[kind] for key in keys}
+            scaling = {"rope_type": kind} | {key: rope.pop(key) for key in own & rope.keys() if rope[key] is not None}
+            rope = {key: value for key, value in rope.items() if value is not None}
         _take_rotary(rope, hf, form, where, found)
         if rope:
             raise UserError(f"{where}: {name} has {min(rope)}, which is unknown, so its effect would be lost.")
     repeated = {name: hf.pop(name) for name in ROTARY if name in hf and name not in form.taken and form.rotary}
     _take_rotary(repeated, hf, form, where, found)
-    return found
+    return found, scaling
 
 
 def _take_rotary(rope: dict[str, Any], hf: dict[str, Any], form: Format, where: str, found: dict[str, Any]) -> None:

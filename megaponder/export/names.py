@@ -22,12 +22,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from megaponder.backbone.init import is_norm
 from megaponder.config.schema import ModelConfig
 from megaponder.errors import UserError
 from megaponder.export.formats import LAYER_NAMES
 
 Tensors = dict[str, Tensor]
 
+_QK_BIASES = {"self_attention.q_bias": "self_attn.q_proj", "self_attention.k_bias": "self_attn.k_proj"}
 _TABLES = {"embedding.word_embeddings.weight": "model.embed_tokens.weight", "output_layer.weight": "lm_head.weight"}
 _OUTER = {
     **_TABLES,
@@ -68,6 +70,8 @@ def to_plain(stage: Tensors, model: ModelConfig, rows: Mapping[str, int] = NO_RO
     out: Tensors = {}
     for name, tensor in stage.items():
         match = _LAYER.fullmatch(name)
+        if not model.norm_affine and is_norm(name):
+            continue
         if name in _OUTER:
             out[_OUTER[name]] = tensor[: model.vocab_size] if name in _TABLES else tensor
         elif name.startswith(_SAME):
@@ -76,6 +80,8 @@ def to_plain(stage: Tensors, model: ModelConfig, rows: Mapping[str, int] = NO_RO
             out[_PLAIN_METHOD + name[len(_METHOD) :]] = tensor
         elif match and match[2] in LAYER_NAMES:
             out[f"model.layers.{match[1]}.{LAYER_NAMES[match[2]]}.{match[3]}"] = tensor
+        elif match and match[2] in _QK_BIASES:
+            out[f"model.layers.{match[1]}.{_QK_BIASES[match[2]]}.bias"] = tensor
         elif match and match[2] == "self_attention.linear_qkv":
             for letter, part in zip("qkv", split_qkv(tensor, model.num_heads, model.num_kv_heads), strict=True):
                 out[f"model.layers.{match[1]}.self_attn.{letter}_proj.{match[3]}"] = part
@@ -97,10 +103,13 @@ def to_stage(plain: Tensors, model: ModelConfig, rows: Mapping[str, int] = NO_RO
     outer = {new: old for old, new in _OUTER.items()}
     inner = {new: old for old, new in LAYER_NAMES.items()}
     in_table = {f"method.{parameter}.weight": row for parameter, row in rows.items()}
-    out: Tensors = {}
+    biases = {new: old for old, new in _QK_BIASES.items()} if model.qkv_bias == "qk" else {}
+    out: Tensors = {} if model.norm_affine else _constant_norms(model)
     for name, tensor in plain.items():
         match = _PLAIN_LAYER.fullmatch(name)
-        if name in outer:
+        if match and match[2] in biases and match[3] == "bias":
+            out[f"decoder.layers.{match[1]}.{biases[match[2]]}.bias"] = tensor
+        elif name in outer:
             out[outer[name]] = _pad_rows(tensor, model.padded_vocab) if outer[name] in _TABLES else tensor
         elif name in in_table:
             continue
@@ -123,6 +132,22 @@ def to_stage(plain: Tensors, model: ModelConfig, rows: Mapping[str, int] = NO_RO
         if name in plain:
             out["embedding.word_embeddings.weight"][row] = plain[name][0]
     return {name: tensor.contiguous() for name, tensor in out.items()}
+
+
+def _constant_norms(model: ModelConfig) -> Tensors:
+    """Weights of 1 and biases of 0 of all norms of a model whose norms learn nothing."""
+    layer = {"input_layernorm", "pre_mlp_layernorm"} if model.norm_placement != "post" else set()
+    if model.norm_placement != "pre":
+        layer |= {"post_self_attn_layernorm", "post_mlp_layernorm"}
+    widths = dict.fromkeys(layer, model.hidden_size)
+    if model.qk_norm == "head":
+        widths |= dict.fromkeys(("self_attention.q_layernorm", "self_attention.k_layernorm"), model.head_size)
+    norms = {
+        f"decoder.layers.{i}.{name}": width for i in range(model.num_layers or 0) for name, width in widths.items()
+    }
+    norms["final_norm"] = model.hidden_size
+    ones = {f"{name}.weight": torch.ones(width or 0) for name, width in norms.items()}
+    return ones | {name.replace(".weight", ".bias"): torch.zeros_like(weight) for name, weight in ones.items()}
 
 
 def _pad_rows(table: Tensor, rows: int) -> Tensor:

@@ -15,12 +15,15 @@ _QKV = re.compile(r"(.+)\.self_attn\.([qkv])_proj\.(weight|bias)")
 IGNORED = re.compile(r".*(\.attention\.(bias|masked_bias)|\.attn\.(bias|masked_bias)|\.rotary_emb\.inv_freq)")
 
 
+_POSITIONS = "model.embed_positions.weight"
+
+
 def _fuse(layout: Layout, q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
-    return fuse_qkv(q, k, v, heads, heads) if layout.fused_heads else torch.cat([q, k, v])
+    return fuse_qkv(q, k, v, heads, heads) if layout.fused == "heads" else torch.cat([q, k, v])
 
 
 def _split(layout: Layout, fused: Tensor, heads: int) -> tuple[Tensor, ...]:
-    return split_qkv(fused, heads, heads) if layout.fused_heads else fused.chunk(3)
+    return split_qkv(fused, heads, heads) if layout.fused == "heads" else fused.chunk(3)
 
 
 def _rename(name: str, names: dict[str, str]) -> str:
@@ -40,11 +43,16 @@ def to_native(plain: Tensors, form: Format, heads: int) -> Tensors:
     layout, fused = form.layout, {}
     for name, tensor in plain.items():
         match = _QKV.fullmatch(name)
-        if match and match[2] == "q":
+        if not layout.fused:
+            fused[name] = tensor
+        elif match and match[2] == "q":
             k, v = (plain[f"{match[1]}.self_attn.{x}_proj.{match[3]}"] for x in "kv")
             fused[f"{match[1]}.self_attn.qkv.{match[3]}"] = _fuse(layout, tensor, k, v, heads)
         elif not match:
             fused[name] = tensor
+    if layout.unused_positions:
+        table = fused[_POSITIONS]
+        fused[_POSITIONS] = torch.cat([table.new_zeros(layout.unused_positions, table.shape[1]), table])
     turned = {n: t.t() if layout.transposed and _is_matrix(n, t) else t for n, t in fused.items()}
     return {_rename(name, layout.names): tensor.contiguous() for name, tensor in turned.items()}
 
@@ -67,5 +75,5 @@ def from_native(native: Tensors, form: Format, heads: int) -> Tensors:
             for letter, part in zip("qkv", _split(layout, turned, heads), strict=True):
                 out[name.replace(".qkv.", f".{letter}_proj.")] = part
         else:
-            out[name] = turned
+            out[name] = turned[layout.unused_positions :] if name == _POSITIONS else turned
     return {name: tensor.contiguous() for name, tensor in out.items()}

@@ -6,7 +6,7 @@ The unit is one real token: a pass with m slots a token runs m rows of the stack
 
     linear      2 L (2 H H_q + 2 H H_kv + nm H F) a row     nm = 3 (SwiGLU) or 2 (GELU); H_q, H_kv: all heads together
                 less 2 (H H_q + nm H F) in the last layer for a row whose output is not read
-    attention   4 L H_q a visible key; row i of m n rows sees i + 1 keys of each key set
+    attention   4 L H_q a visible key; row i of m n rows sees i + 1 keys of each key set, within the window if any
     head        2 V H, in the last pass
     extra       as given by the method (`extra_flops`): vocabulary mixtures, gates
     training    as given by the method (`training_flops`), forward and backward: losses of passes before the last
@@ -87,7 +87,9 @@ def attention_flops(model: ModelConfig, tokens: int, slots: float, layers: int |
     """Attention FLOPs of the stack (or of `layers` layers) per token, forward, causal half: m rows a token, each of m n
     rows sees its past."""
     assert model.num_layers
-    mean_keys = (slots * tokens + 1) / 2
+    window = min(model.attention_window or tokens, tokens)
+    beyond = slots * (tokens - window) * (tokens - window + 1) / (2 * tokens)  # keys before the window
+    mean_keys = (slots * tokens + 1) / 2 - beyond
     return (model.num_layers if layers is None else layers) * key_flops(model) * slots * mean_keys
 
 

@@ -34,10 +34,12 @@ def layer_parameters(model: ModelConfig, tensor: int = 1) -> LayerParameters:
     h, (qkv, out, first, last) = model.hidden_size, _matrices(model)
     attention, mlp = (qkv + out) // tensor, (first + last) // tensor
     if model.qkv_bias:
-        attention += (model.query_width + 2 * model.key_width) // tensor
-    norms = (4 if model.norm_placement == "sandwich" else 2) * norm_parameters(model, h)
+        attention += (model.query_width + (2 if model.qkv_bias is True else 1) * model.key_width) // tensor
+    norms = model.norms_per_layer * norm_parameters(model, h)
     if model.qk_norm == "head":
         norms += 2 * norm_parameters(model, model.head_size or 0)
+    elif model.qk_norm == "all":
+        norms += (model.query_width + model.key_width) // tensor
     if model.output_bias:
         attention += h
     if model.mlp_bias:
@@ -77,7 +79,7 @@ def pre_norms_bytes(model: ModelConfig, e: int, te: bool) -> float:
 def norms_bytes(model: ModelConfig, e: int, te: bool) -> float:
     """What all norms of one row keep for the backward pass; they are split under sequence parallelism only."""
     kept, h = pre_norms_bytes(model, e, te), model.hidden_size or 0
-    if model.norm_placement == "sandwich":  # what comes out of these is added and not kept
+    if model.norms_per_layer == 4:  # what comes out of the other two is added, or kept by the next norm
         kept += 2 * (norm_bytes(model, h, e, te) - h * e)
     return kept
 
@@ -85,16 +87,25 @@ def norms_bytes(model: ModelConfig, e: int, te: bool) -> float:
 def attention_bytes(model: ModelConfig, e: int, te: bool) -> float:
     """What one row keeps between the projections: q, k, v, and the input of the output projection."""
     kept = 4.0 * model.query_width * e  # with grouped queries, k and v are repeated for all heads
+    width, grouped = model.query_width + model.key_width, model.key_width < model.query_width
     if model.qk_norm == "head":
         # their input: the projection's output, of which grouped queries are copied; the local RMSNorm's FP32 input and
         # normed value; what comes out of them is rotated and not kept
-        grouped = model.key_width < model.query_width
         copies = 3 if model.norm == "rmsnorm" and not te else 2 if grouped else 1
-        kept += copies * (model.query_width + model.key_width) * e
+        kept += copies * width * e
+    elif model.qk_norm == "all":
+        kept += width * e  # their input
+    elif model.qk_norm == "rotated":
+        kept += width * 4  # the FP32 input
+    if not grouped and (model.qk_norm == "all" or (model.qkv_bias == "qk" and model.qk_norm != "head")):
+        kept += width * e  # v is a part of the projection's output, all of which stays
     return kept
 
 
 def mlp_elements(model: ModelConfig) -> int:
-    """Elements of one row inside the MLP: SwiGLU's two inputs, an activation's one, and what the last layer reads."""
+    """Elements of one row inside the MLP: SwiGLU's two inputs, an activation's one, and what the last layer reads.
+
+    ReLU needs only its result.
+    """
     assert model.ffn_size
-    return (3 if model.gated else 2) * model.ffn_size
+    return (3 if model.gated else 1 if model.activation == "relu" else 2) * model.ffn_size

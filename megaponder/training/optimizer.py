@@ -75,5 +75,6 @@ def drop_backbone_gradients(stage: nn.Module) -> None:
     The others then count neither in the gradient norm nor in Adam's moments, and they stay bit-equal.
     """
     for name, parameter in stage.named_parameters():
-        if not name.startswith(PARAMETER_PREFIX):  # `main_grad` is the buffer that the optimizer, or its shard, reads
+        if parameter.requires_grad and not name.startswith(PARAMETER_PREFIX):
+            # the buffer that the optimizer, or its shard, reads
             parameter.main_grad.zero_()  # type: ignore[attr-defined]

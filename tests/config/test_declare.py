@@ -30,9 +30,12 @@ from tests.config.make import config
 
 IDENTITY = {
     "model.family", "model.num_layers", "model.hidden_size", "model.num_heads", "model.num_kv_heads", "model.head_size",
-    "model.ffn_size", "model.vocab_size", "model.vocab_multiple", "model.norm", "model.norm_placement", "model.qk_norm",
+    "model.ffn_size", "model.vocab_size", "model.vocab_multiple", "model.norm", "model.norm_affine",
+    "model.norm_placement", "model.qk_norm",
     "model.activation", "model.qkv_bias", "model.output_bias", "model.mlp_bias", "model.positions",
-    "model.rotary_fraction", "model.rotary_base", "model.parallel_residual", "model.tie_embeddings", "ponder.method",
+    "model.rotary_fraction", "model.rotary_base", "model.rotary_pairs",
+    "model.rotary_scaling", "model.attention_window",
+    "model.parallel_residual", "model.tie_embeddings", "ponder.method",
 }  # fmt: skip
 """Written once more, so that a declaration that is lost does not let a checkpoint of another model in."""
 
@@ -130,6 +133,8 @@ def other_value(name: str, value: Any) -> Any:
         return not value
     if name == "ponder.options":
         return {"steps": 7}
+    if name == "model.rotary_scaling":
+        return {"rope_type": "linear", "factor": 2.0}
     if name == "data.split":
         return "1,1,1"
     if name == "train.batch_rampup":

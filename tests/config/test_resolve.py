@@ -10,7 +10,7 @@ import pytest
 
 from megaponder.config import budget
 from megaponder.config.load import from_mapping
-from megaponder.config.presets import PRESETS
+from megaponder.config.presets import LLAMA_EPS, PRESETS
 from megaponder.config.resolve import init_std, resolve
 from megaponder.config.schema import RunConfig
 from megaponder.errors import ConfigError
@@ -37,7 +37,7 @@ def test_a_changed_width_takes_the_family_ratio_for_the_mlp() -> None:
     assert config(model__preset="pythia-410m", model__hidden_size=512).model.ffn_size == 2048
 
 
-@pytest.mark.parametrize("name", [n for n in PRESETS if n.startswith("llama") and "tiny" not in n])
+@pytest.mark.parametrize("name", [n for n, p in PRESETS.items() if p.norm_eps == LLAMA_EPS and "tiny" not in n])
 def test_the_default_mlp_width_is_the_published_one(name: str) -> None:
     p = PRESETS[name]
     shape = {"family": "llama", "num_layers": 1, "hidden_size": p.hidden_size, "num_heads": p.num_heads}

@@ -23,42 +23,48 @@ from tests.tolerance import RTOL
 BASE: dict[str, dict[str, Any]] = {
     "gpt_neox": {"model_type": "gpt_neox", "hidden_size": 32, "num_attention_heads": 4},
     "llama": {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4},
-    "gpt2": {"model_type": "gpt2"},
+    **{kind: {"model_type": kind} for kind in ("gpt2", "qwen2", "mistral", "olmo2", "opt")},
 }
 
 
 @pytest.mark.parametrize(
     "kind,change,words",
     [
+        ("llama", {"rope_scaling": {"rope_type": "longrope", "factor": 8.0}}, "'longrope' is not supported"),
         (
             "llama",
-            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-            "'llama3': rotary scaling is not supported",
+            {"rope_scaling": {"type": "linear", "factor": 2.0, "finetuned": True}},
+            "finetuned, which is unknown",
         ),
-        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "type 'linear'"),
-        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "type 'yarn'"),
         ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "rotates full heads"),
         (
             "llama",
             {"rope_parameters": {"rope_theta": 1e4, "attention_factor": 2.0}},
             "attention_factor, which is unknown",
         ),
-        ("llama", {"attention_bias": True}, "attention_bias = True: a llama block supports only False"),
-        ("llama", {"mlp_bias": True}, "mlp_bias = True"),
+        ("llama", {"attention_bias": "yes"}, "attention_bias = 'yes': a llama block supports only False or True"),
+        ("llama", {"mlp_bias": 1}, "mlp_bias = 1"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before = False: a opt block supports only True"),
+        ("opt", {"word_embed_proj_dim": 512}, "word_embed_proj_dim = 512: it must equal hidden_size = 768"),
+        ("qwen2", {"use_sliding_window": True}, "layer_types: either all layers must have the sliding window, or none"),
+        ("mistral", {"sliding_window": "all"}, "sliding_window = 'all': it must be a positive integer or null"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu': a llama block supports only 'silu'"),
         ("llama", {"sliding_window": 4096}, "sliding_window = 4096"),
         ("gpt_neox", {"head_dim": 16}, "head_dim: heads must be hidden_size / num_attention_heads = 8 wide"),
         ("llama", {"layer_types": ["full_attention", "sliding_attention"]}, "every layer must be full_attention"),
-        ("gpt_neox", {"hidden_act": "gelu_new"}, "hidden_act = 'gelu_new': a pythia block supports only 'gelu'"),
-        ("gpt_neox", {"attention_bias": False}, "attention_bias = False"),
+        ("gpt_neox", {"hidden_act": "tanh"}, "hidden_act = 'tanh': a pythia block supports only 'gelu' or"),
         ("gpt_neox", {"rotary_pct": 0.5, "partial_rotary_factor": 0.25}, "rotary_pct = 0.5, but .* must be equal"),
         ("gpt_neox", {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "rotary_emb_base = .* must be equal"),
-        ("gpt_neox", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "type 'dynamic'"),
-        ("gpt2", {"activation_function": "relu"}, "activation_function = 'relu'"),
+        ("gpt2", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "type 'dynamic'"),
+        ("gpt2", {"activation_function": "silu"}, "activation_function = 'silu'"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
         ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights = False"),
         ("llama", {"logit_scale": 0.5}, "logit_scale = 0.5 is unknown .* delete it in a copy"),
-        ("llama", {"model_type": "mamba"}, "model_type = 'mamba' .* must be one of gpt_neox, llama, gpt2, qwen3"),
+        (
+            "llama",
+            {"model_type": "mamba"},
+            "model_type = 'mamba' .* must be one of gpt_neox, llama, gpt2, qwen2, qwen3",
+        ),
     ],
 )
 def test_fields_that_cannot_be_represented(kind: str, change: dict[str, Any], words: str) -> None:

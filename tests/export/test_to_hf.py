@@ -20,6 +20,7 @@ from megaponder.export.from_hf import import_hf
 from megaponder.export.to_hf import export
 from tests.export import checkpoints
 from tests.export.models import ids
+from tests.layouts.cases import WHOLE
 from tests.tolerance import RTOL
 
 CASES = [
@@ -40,8 +41,22 @@ CASES = [
     ("llama", "vanilla", {"norm_placement": "sandwich", "qk_norm": "head"}),
     ("pythia", "loop", {"norm_placement": "sandwich"}),
     ("pythia", "vanilla", {"qk_norm": "head", "activation": "gelu_tanh", "qkv_bias": False, "mlp_bias": False}),
+    ("llama", "loop", {"norm_placement": "stream", "qkv_bias": "qk", "rotary_pairs": "adjacent", "activation": "relu"}),
     ("gpt2", "loop", {"norm": "rmsnorm", "activation": "swiglu", "output_bias": False, "head_size": 6}),
 ]
+if WHOLE:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40}
+    CASES += [
+        ("llama", "pause", {"attention_window": 7, "rotary_scaling": yarn}),
+        ("llama", "ponderlm2", {"max_position_embeddings": 16, "attention_window": 5}),
+        ("pythia", "ponderlm3", {"max_position_embeddings": 16, "attention_window": 5, "rotary_scaling": yarn}),
+        ("pythia", "adaponderlm", {"attention_window": 7}),
+        ("llama", "adaptive_cot", {"attention_window": 7}),
+        ("llama", "ponderlm", {"attention_window": 7, "norm_placement": "stream"}),
+        ("pythia", "vanilla", {"norm_placement": "post", "norm_affine": False, "qk_norm": "head", "qkv_bias": "qk"}),
+        ("llama", "ponderlm2", {"max_position_embeddings": 16, "norm_placement": "post", "qk_norm": "all"}),
+        ("pythia", "adaponderlm", {"qk_norm": "rotated", "rotary_pairs": "adjacent", "activation": "relu2"}),
+    ]
 
 
 @pytest.mark.parametrize("family,method,changes", CASES)

@@ -56,6 +56,20 @@ CASES: dict[str, dict[str, Any]] = {
     "sandwich": {
         "family": "llama", "method": "loop", "options": {"extra_passes": 1}, "features": {"norm_placement": "sandwich"},
     },
+    "post-norm-all-heads": {
+        "family": "llama", "method": "loop", "options": {"extra_passes": 1},
+        "features": {"norm_placement": "post", "qk_norm": "all", "num_kv_heads": 2},
+    },
+    "window": {
+        "family": "mistral", "method": "loop", "options": {"extra_passes": 1}, "features": {"attention_window": 37},
+    },
+    "window-merged": {
+        "family": "llama", "method": "adaptive_cot", "options": {}, "features": {"attention_window": 37},
+    },
+    "stream-norm-qk-bias": {
+        "family": "llama", "method": "loop", "options": {"extra_passes": 1},
+        "features": {"norm_placement": "stream", "qkv_bias": "qk", "rotary_pairs": "adjacent"},
+    },
     "ponderlm-recompute": {"family": "pythia", "method": "ponderlm", "options": {"steps": 2}, "recompute": True},
 }  # fmt: skip
 SPREAD: dict[str, dict[str, Any]] = {
@@ -72,6 +86,7 @@ SPREAD: dict[str, dict[str, Any]] = {
     "ponderlm-dp2-pp2": CASES["ponderlm"] | {"data": 2, "pipeline": 2, "micro_batches": 4},
     "ponderlm-tp2": CASES["ponderlm"] | {"tensor": 2},
     "qk-norm-tp2": CASES["qk-norm"] | {"tensor": 2},
+    "post-norm-all-heads-tp2": CASES["post-norm-all-heads"] | {"tensor": 2},
     "adaponderlm-budget-gathered-pp2": CASES["adaponderlm-budget-gathered"] | {"pipeline": 2, "micro_batches": 4},
     "adaponderlm-budget-gathered-tp2": CASES["adaponderlm-budget-gathered"] | {"tensor": 2},
     "adaponderlm-gathered-tp2": CASES["adaponderlm-gathered"] | {"tensor": 2},

@@ -20,6 +20,7 @@ CASES = [
     ("pythia", "adaponderlm", {}),
     ("llama", "adaptive_cot", {}),
 ]
+WINDOWED = [("pause", {"pauses": 2, "pause_token_id": 900}), ("ponderlm3", {"latents": 2}), ("adaptive_cot", {})]
 FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixed": (
         "llama",
@@ -29,6 +30,18 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qk-norm": ("qwen3", {"num_kv_heads": 2, "head_size": 128}),
     "sandwich": ("llama", {"norm_placement": "sandwich"}),
     "sandwich-parallel": ("pythia", {"norm_placement": "sandwich"}),
+    "post-norm-all-heads": ("llama", {"norm_placement": "post", "qk_norm": "all", "num_kv_heads": 2}),
+    "stream-norm-qk-bias": ("llama", {"norm_placement": "stream", "qkv_bias": "qk", "rotary_pairs": "adjacent"}),
+    "rotated-norm-relu2": ("pythia", {"qk_norm": "rotated", "rotary_pairs": "adjacent", "activation": "relu2"}),
+    "frozen-norms-relu": ("gpt2", {"norm_affine": False, "activation": "relu"}),
+    "window-yarn": (
+        "mistral",
+        {
+            "attention_window": 37,
+            "num_kv_heads": 2,
+            "rotary_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        },
+    ),
     "qk-norm-layernorm": ("pythia", {"qk_norm": "head"}),
 }
 
@@ -37,6 +50,11 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_features_in_both_implementations(name: str) -> None:
     family, features = FEATURES[name]
     test_te_is_as_near_to_fp32_as_pytorch_is(family, "loop", {"extra_passes": 1}, features)
+
+
+@pytest.mark.parametrize(("method", "options"), WINDOWED)
+def test_a_window_counts_tokens_in_both_implementations(method: str, options: dict[str, Any]) -> None:
+    test_te_is_as_near_to_fp32_as_pytorch_is("llama", method, options, {"attention_window": 37})
 
 
 @pytest.mark.parametrize(("family", "method", "options"), CASES)

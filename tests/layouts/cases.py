@@ -144,6 +144,26 @@ CASES = {
     ),
     "qk-norm-gqa": Case("qwen3", "ponderlm2", {"latents": 1, "jacobi": 1}, {"num_kv_heads": 2, "head_size": 12}),
     "sandwich-gqa": Case("llama", "loop", {"extra_passes": 1}, {"norm_placement": "sandwich", "num_kv_heads": 2}),
+    # OLMo2's block, and Huginn's
+    "post-norm-all-heads": Case(
+        "llama", "loop", {"extra_passes": 1}, {"norm_placement": "post", "qk_norm": "all", "num_kv_heads": 2}
+    ),
+    "stream-norm-qk-bias": Case(
+        "llama",
+        "ponderlm",
+        {"steps": 1},
+        {"norm_placement": "stream", "qkv_bias": "qk", "rotary_pairs": "adjacent", "num_kv_heads": 2},
+    ),
+    "window-yarn-gqa": Case(
+        "mistral",
+        "loop",
+        {"extra_passes": 1},
+        {
+            "num_kv_heads": 2,
+            "attention_window": 5,
+            "rotary_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100},
+        },
+    ),
     "halfway-llama": Case("llama", "halfway"),
     "huginn-llama": Case(
         "llama",
@@ -291,14 +311,21 @@ def disturb(named: Iterable[tuple[str, Any]]) -> None:
     enough for tokens to halt at every depth.
     """
     import torch
+    from megatron.core import parallel_state
 
     for name, parameter in named:
         if not parameter.requires_grad:
             continue
         own = name.startswith("method_")
-        if (parameter.dim() == 1 or own) and not getattr(parameter, "tensor_model_parallel", False):
+        if name.endswith("linear_fc1.bias"):
+            continue  # of a gated MLP it is two, each of which is sharded by itself
+        if parameter.dim() == 1 or own:
             draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            noise = torch.randn(parameter.shape, generator=draw).to(parameter)
+            sharded = getattr(parameter, "tensor_model_parallel", False)
+            parts = parallel_state.get_tensor_model_parallel_world_size() if sharded else 1
+            whole = torch.randn(parts * parameter.shape[0], *parameter.shape[1:], generator=draw)
+            part = parallel_state.get_tensor_model_parallel_rank() if sharded else 0
+            noise = whole.chunk(parts)[part].to(parameter)
             with torch.no_grad():
                 if own:
                     parameter.copy_(noise * (0.3 if parameter.dim() == 1 else 2.0 * parameter.shape[-1] ** -0.5))

@@ -68,6 +68,42 @@ ODD = {
     "nanbeige-losses": Case("llama", "nanbeige", {"loops": 3, "loss_weights": [0.2, 0.3]}),
     "ouro-stage-2": Case("llama", "ouro", {"loops": 3, "stage": 2, "judges": "same"}, {"norm_placement": "sandwich"}),
     "ouro-stage-2-next": Case("llama", "ouro", {"loops": 2, "stage": 2, "judges": "next", "threshold": 0.6}),
+    "window-pause": Case("llama", "pause", {"pauses": 2, "pause_token_id": 90}, {"attention_window": 4}),
+    "window-latents": Case(
+        "llama", "ponderlm3", {"latents": 2, "jacobi": 2, "threshold": 0.3, "cost_weight": 0.3}, {"attention_window": 4}
+    ),
+    "window-merged": Case("llama", "adaptive_cot", {"threshold": 0.3, "cost_weight": 1.0}, {"attention_window": 4}),
+    "window-aligned": Case(
+        "pythia", "adaponderlm", {"threshold": 0.5, "steps": 2, "cost_weight": 0.3}, {"attention_window": 4}, skip=True
+    ),
+    "llama3-adjacent": Case(
+        "llama",
+        "ponderlm",
+        {"steps": 1},
+        {
+            "rotary_pairs": "adjacent",
+            "rotary_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "linear-part": Case(
+        "pythia", "loop", {"extra_passes": 1}, {"rotary_scaling": {"rope_type": "linear", "factor": 3.0}}
+    ),
+    "adjacent-part-rotated-norm": Case(
+        "pythia", "loop", {"extra_passes": 1}, {"rotary_pairs": "adjacent", "qk_norm": "rotated", "activation": "relu2"}
+    ),
+    "post-parallel-qk-bias-norm": Case(
+        "llama",
+        "ponderlm",
+        {"steps": 1},
+        {"norm_placement": "post", "parallel_residual": True, "qkv_bias": "qk", "qk_norm": "head", "num_kv_heads": 2},
+    ),
+    "frozen-norms-relu": Case("gpt2", "ponderlm", {"steps": 1}, {"norm_affine": False, "activation": "relu"}),
     "pythia-pause": Case("pythia", "pause", {"pauses": 1, "pause_token_id": 3}),
 }
 ORACLE_CASES = {

@@ -46,7 +46,7 @@ class Oracle:
         self.head = self.table if m.tie_embeddings else self.w["output_layer.weight"][: m.vocab_size]
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        weight = self.w[f"{name}.weight"]
+        weight = self.w[f"{name}.weight"]  # the engine's frozen ones are 1 and 0
         if self.m.norm == "rmsnorm":
             return x / (x.pow(2).mean(-1, keepdim=True) + self.m.norm_eps).sqrt() * weight
         return F.layer_norm(x, x.shape[-1:], weight, self.w[f"{name}.bias"], self.m.norm_eps)
@@ -55,15 +55,45 @@ class Oracle:
         return F.linear(x, self.w[f"{name}.weight"], self.w.get(f"{name}.bias"))
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [rows, heads, d]: the first rotary_fraction of d turns, in halves."""
+        """x [rows, heads, d]: the first rotary_fraction of d turns, in halves or neighbouring channels."""
         if self.m.positions == "learned":
             return x
         width = int(x.shape[-1] * self.m.rotary_fraction)
         turned, rest = x[..., :width], x[..., width:]
-        frequency = self.m.rotary_base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+        frequency, factor = self.frequencies(width)
         angle = positions.double()[:, None, None] * frequency
+        if self.m.rotary_pairs == "adjacent":
+            z = torch.view_as_complex(turned.reshape(*turned.shape[:-1], -1, 2).contiguous())
+            z = z * torch.polar(torch.full_like(angle, factor), angle)
+            return torch.cat([torch.view_as_real(z).flatten(-2), rest], dim=-1)
         a, b = turned.chunk(2, dim=-1)
-        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), rest], dim=-1)
+        cos, sin = factor * angle.cos(), factor * angle.sin()
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+
+    def frequencies(self, width: int) -> tuple[Tensor, float]:
+        """Of each pair of channels, one after the other, and the factor on what is turned."""
+        base, scaling = self.m.rotary_base, self.m.rotary_scaling
+        plain = [base ** (-2 * i / width) for i in range(width // 2)]
+        kind, grown = scaling.get("rope_type"), 1.0
+        if kind == "llama3":
+            ends = scaling["low_freq_factor"], scaling["high_freq_factor"]
+            for i, f in enumerate(plain):
+                turns = scaling["original_max_position_embeddings"] * f / (2 * math.pi)
+                share = min(max((turns - ends[0]) / (ends[1] - ends[0]), 0), 1)
+                plain[i] = share * f + (1 - share) * f / scaling["factor"]
+        elif kind == "yarn":
+            assert {*scaling} == {"rope_type", "factor", "original_max_position_embeddings"}
+            # 32 turns and more within the original length: as it is; one turn and less: divided
+            long = scaling["original_max_position_embeddings"]
+            first, last = (width * math.log(long / (n * 2 * math.pi)) / (2 * math.log(base)) for n in (32, 1))
+            first, last = max(math.floor(first), 0), min(math.ceil(last), width - 1)
+            for i, f in enumerate(plain):
+                share = min(max((i - first) / (last - first), 0), 1)
+                plain[i] = (1 - share) * f + share * f / scaling["factor"]
+            grown = 0.1 * math.log(scaling["factor"]) + 1
+        elif kind == "linear":
+            plain = [f / scaling["factor"] for f in plain]
+        return torch.tensor(plain, dtype=torch.float64), grown
 
     def attention(
         self, x: Tensor, positions: Tensor, name: str, logit_bias: Tensor | None = None, keys: Keys | None = None
@@ -74,13 +104,24 @@ class Oracle:
         qkv = self.linear(x, f"{name}.linear_qkv").view(rows, m.num_kv_heads, per_group + 2, -1)
         d = qkv.shape[-1]
         q, k = qkv[:, :, :per_group].reshape(rows, m.num_heads, d), qkv[:, :, per_group]
+        if m.qkv_bias == "qk":
+            q, k = q + self.w[f"{name}.q_bias.bias"].view(-1, d), k + self.w[f"{name}.k_bias.bias"].view(-1, d)
         if m.qk_norm == "head":
             q, k = self.norm(q, f"{name}.q_layernorm"), self.norm(k, f"{name}.k_layernorm")
-        q, k = self.rotate(q, positions), self.rotate(k, positions).repeat_interleave(per_group, dim=1)
+        if m.qk_norm == "all":
+            q = self.norm(q.reshape(rows, -1), f"{name}.q_layernorm").view_as(q)
+            k = self.norm(k.reshape(rows, -1), f"{name}.k_layernorm").view_as(k)
+        q, k = self.rotate(q, positions), self.rotate(k, positions)
+        if m.qk_norm == "rotated":  # the engine runs in FP32
+            q, k = (y / (y.pow(2).mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt() for y in (q, k))
+        k = k.repeat_interleave(per_group, dim=1)
         v = qkv[:, :, per_group + 1].repeat_interleave(per_group, dim=1)
         if keys is not None:
             k, v = keys(name, k, v)
         logits = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(d)
+        if m.attention_window:  # all sets of keys have the same tokens
+            tokens = positions.repeat(k.shape[0] // rows)
+            logits = logits.masked_fill(tokens <= positions[:, None] - m.attention_window, -math.inf)
         p = (logits + (causal(rows) if logit_bias is None else logit_bias)).softmax(-1)
         return self.linear(torch.einsum("hij,jhd->ihd", p, v).reshape(rows, -1), f"{name}.linear_proj")
 
@@ -89,6 +130,8 @@ class Oracle:
         if self.m.activation == "swiglu":
             gate, up = x.chunk(2, dim=-1)
             x = F.silu(gate) * up
+        elif self.m.activation in ("relu", "relu2"):
+            x = x.clamp(min=0) ** (2 if self.m.activation == "relu2" else 1)
         else:
             x = F.gelu(x, approximate="tanh" if self.m.activation == "gelu_tanh" else "none")
         return self.linear(x, f"{name}.linear_fc2")
@@ -101,17 +144,23 @@ class Oracle:
         keys: Keys | None = None,
         layers: range | None = None,
     ) -> Tensor:
+        placement = self.m.norm_placement
+
+        def before(y: Tensor, name: str) -> Tensor:
+            return y if placement == "post" else self.norm(y, name)
+
+        def step(y: Tensor, out: Tensor, name: str) -> Tensor:
+            if placement == "pre":
+                return y + out
+            return self.norm(y + out, name) if placement == "stream" else y + self.norm(out, name)
+
         for i in range(self.m.num_layers) if layers is None else layers:
             at = f"decoder.layers.{i}"
-            normed = self.norm(x, f"{at}.input_layernorm")
+            normed = before(x, f"{at}.input_layernorm")
             attended = self.attention(normed, positions, f"{at}.self_attention", logit_bias, keys)
-            if self.m.norm_placement == "sandwich":
-                attended = self.norm(attended, f"{at}.post_self_attn_layernorm")
-            inner = self.norm(x if self.m.parallel_residual else x + attended, f"{at}.pre_mlp_layernorm")
-            inner = self.mlp(inner, f"{at}.mlp")
-            if self.m.norm_placement == "sandwich":
-                inner = self.norm(inner, f"{at}.post_mlp_layernorm")
-            x = x + attended + inner
+            y = step(x, attended, f"{at}.post_self_attn_layernorm")
+            inner = before(x if self.m.parallel_residual else y, f"{at}.pre_mlp_layernorm")
+            x = step(y, self.mlp(inner, f"{at}.mlp"), f"{at}.post_mlp_layernorm")
         return x
 
     def embed(self, ids: Tensor, positions: Tensor, factor: float = 1.0) -> Tensor:

@@ -10,6 +10,7 @@ from megaponder.config.load import from_mapping
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import RunConfig
 from megaponder.plan.flops import attention_flops, inference_flops, mean_executed, mean_needed, step_flops
+from megaponder.plan.layer import key_flops
 from megaponder.ponder.settings import method_of
 
 
@@ -180,3 +181,14 @@ def test_a_decoded_token_costs_its_rows_once() -> None:
     assert inference_flops(cfg, method_of(cfg)) == pytest.approx(expected, rel=1e-3)
     half = inference_flops(cfg, method_of(cfg), [1.0, 0.5, 0.0])
     assert half == pytest.approx(1.5 * linear + 4 * layers * h * 1.5 * (1.5 * n + 1) / 2 + head, rel=1e-3)
+
+
+@pytest.mark.parametrize(("window", "slots"), [(0, 1), (5, 1), (5, 3), (16, 2), (40, 2)])
+def test_a_window_hides_the_keys_before_it(window: int, slots: int) -> None:
+    tokens, model = 16, config("llama-tiny").model
+    model.attention_window = window
+    rows = [divmod(i, slots)[0] for i in range(tokens * slots)]
+    seen = sum(not window or own - window < key for i, own in enumerate(rows) for key in rows[: i + 1])
+    assert model.num_layers
+    whole = model.num_layers * key_flops(model) * seen
+    assert attention_flops(model, tokens, slots) * tokens == pytest.approx(whole)

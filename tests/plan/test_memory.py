@@ -25,6 +25,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qk-layernorm": {"family": "gpt2", "qk_norm": "head"},
     "sandwich": {"family": "llama", "norm_placement": "sandwich"},
     "sandwich-parallel": {"family": "pythia", "norm_placement": "sandwich"},
+    "olmo2": {"family": "llama", "norm_placement": "post", "qk_norm": "all", "num_kv_heads": 2},
+    "post-parallel": {"family": "pythia", "norm_placement": "post", "norm_affine": False, "activation": "relu2"},
+    "stream": {"family": "llama", "norm_placement": "stream", "qkv_bias": "qk", "rotary_pairs": "adjacent"},
+    "rotated-norm": {"family": "llama", "qk_norm": "rotated", "num_kv_heads": 2, "activation": "relu"},
     "wide-heads": {"family": "llama", "head_size": 24, "num_kv_heads": 2, "qkv_bias": True, "activation": "gelu"},
 }
 TOKENS, BATCH, VOCAB = 64, 2, 512

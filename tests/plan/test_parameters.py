@@ -13,6 +13,12 @@ from megaponder.config.schema import RunConfig
 from megaponder.plan.parameters import model_parameters, rank_parameters
 
 PUBLISHED = {
+    "llama-3.2-1b": 1_235_814_400,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen3-0.6b": 596_049_920,
+    "mistral-7b": 7_241_732_096,
+    "olmo2-1b": 1_484_916_736,
+    "opt-125m": 125_239_296 - 2 * 768,  # OPT's table of positions has two rows that nothing reads
     "pythia-70m": 70_426_624,
     "pythia-160m": 162_322_944,
     "pythia-410m": 405_334_016,

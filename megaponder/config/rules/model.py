@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from megaponder.config.model import SCALINGS
 from megaponder.config.rules.case import Case, Rule, nearest_divisor, nearest_multiple, require
 
 
@@ -42,5 +43,55 @@ def rotary_dims_are_even(c: Case) -> None:
     require(whole and dims > 0 and dims % 2 == 0, "model.rotary_fraction", m.rotary_fraction, rule, fix)
 
 
-RULES: tuple[Rule, ...] = (heads_divide_hidden, kv_heads_divide_heads, rotary_dims_are_even)
+def norms_fit(c: Case) -> None:
+    """The norm of the stream has one sum to norm, and the one over all heads is an RMSNorm."""
+    m = c.cfg.model
+    rule, fix = "model.norm_placement = stream norms the sum of each step", "use false"
+    wrong = m.norm_placement == "stream" and m.parallel_residual
+    require(not wrong, "model.parallel_residual", m.parallel_residual, rule, fix)
+    wrong = m.qk_norm == "all" and m.norm != "rmsnorm"
+    require(not wrong, "model.qk_norm", m.qk_norm, f"it needs RMSNorm, but model.norm = {m.norm}", "use head")
+    wrong = not m.norm_affine and m.norm == "rmsnorm"
+    require(not wrong, "model.norm_affine", m.norm_affine, "RMSNorm always learns its weight", "use true")
+
+
+def rotary_scaling_is_whole(c: Case) -> None:
+    """A scaling of RoPE has the values of its type, all of them legal."""
+    m = c.cfg.model
+    values = dict(m.rotary_scaling or {})
+    if not values:
+        return
+    field = "model.rotary_scaling"
+    require(m.positions == "rotary", field, m.rotary_scaling, f"model.positions = {m.positions} does not rotate", "{}")
+    kind = values.pop("rope_type", None)
+    rule = f"its rope_type must be one of {', '.join(SCALINGS)}"
+    require(isinstance(kind, str) and kind in SCALINGS, field, m.rotary_scaling, rule, "or use {}")
+    needed, optional = SCALINGS[str(kind)]
+    for name in needed:
+        require(name in values, field, m.rotary_scaling, f"{kind} needs {name}", f"add {name}")
+    for name, value in values.items():
+        known = ", ".join((*needed, *optional))
+        require(name in (*needed, *optional), f"{field}.{name}", value, f"{kind} has only {known}", "take it out")
+        if name == "truncate":
+            require(isinstance(value, bool), f"{field}.{name}", value, "it must be true or false", "use true")
+            continue
+        number = type(value) in (int, float) and 0 < value < math.inf
+        require(number, f"{field}.{name}", value, "it must be a positive number", "use 1")
+        least = value >= 1 or name not in ("factor", "original_max_position_embeddings")
+        require(least, f"{field}.{name}", value, "it must be at least 1", "use 1")
+    low, high = values.get("low_freq_factor", 0), values.get("high_freq_factor", 1)
+    rule = f"it must be more than low_freq_factor = {low}"
+    require(high > low, f"{field}.high_freq_factor", high, rule, f"use {4 * low}")
+    turned = int((m.head_size or 0) * (m.rotary_fraction or 0))
+    rule = "dynamic scaling needs at least 4 rotated channels"
+    require(kind != "dynamic" or turned > 2, "model.rotary_fraction", m.rotary_fraction, rule, "rotate more, or use {}")
+
+
+RULES: tuple[Rule, ...] = (
+    heads_divide_hidden,
+    kv_heads_divide_heads,
+    rotary_dims_are_even,
+    norms_fit,
+    rotary_scaling_is_whole,
+)
 """Without these a model cannot be built at all."""
