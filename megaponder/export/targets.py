@@ -39,6 +39,8 @@ def check(cfg: RunConfig, target: str) -> None:
         )
     if target == NANBEIGE:
         lost = configs.what_is_lost(cfg.model, FORMATS["llama"])
+        if cfg.model.qkv_bias or cfg.model.mlp_bias or cfg.model.rotary_scaling:  # never seen in its folders
+            lost = lost or "biases or a rotary scaling"
     else:
         lost = configs.native_format(_plain(cfg))[1]
     if lost:
