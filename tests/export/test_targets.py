@@ -100,8 +100,8 @@ REFUSED = [
     ("llama", "adaptive_cot", {}, "unrolled", "earlier steps"),
     ("llama", "adaponderlm", {}, "unrolled", "tokens stop at different passes"),
     ("pythia", "loop", {}, "nanbeige", "no such format has .* in a llama block"),
-    ("pythia", "loop", {"activation": "gelu_tanh"}, "unrolled", "activation gelu_tanh in a pythia block"),
-    ("gpt2", "loop", {"activation": "gelu"}, "unrolled", "activation gelu in a gpt2 block"),
+    ("pythia", "loop", {"rotary_pairs": "adjacent"}, "unrolled", "rotary pairs adjacent in a pythia block"),
+    ("gpt2", "loop", {"activation": "swiglu"}, "unrolled", "activation swiglu in a gpt2 block"),
     ("llama", "loop", {}, "gguf", "target = 'gguf': it must be unrolled or nanbeige"),
 ]
 
