@@ -86,7 +86,8 @@ def _kinds() -> Iterator[Kind]:
     yield Kind("loop", "loop", "loop", {"extra_passes": STEPS})
     yield Kind("loop-random", "loop", "loop", {"draw": "uniform"}, matched="extra_passes")
     ends = {"prelude": 1, "coda": 1, "kept": STEPS + 1}
-    yield Kind("huginn-like", "huginn", "huginn", ends, matched="recurrence")
+    block = {"norm_placement": "stream", "qkv_bias": "qk", "rotary_pairs": "adjacent"}
+    yield Kind("huginn-like", "huginn", "huginn", ends, model=block, matched="recurrence")
     sandwich = {"norm_placement": "sandwich"}
     yield Kind("ouro-like", "ouro", "ouro", {}, model=sandwich, matched="loops")
     yield Kind("pause", "pause", "pause", {"pauses": STEPS})

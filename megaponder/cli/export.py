@@ -43,9 +43,9 @@ def add_parser(commands: Commands) -> None:
         "--refit-tokens", type=int, default=16384, metavar="N", help="tokens of it that are read (default 16384)"
     )
     parser.add_argument(
-        "--target", choices=("unrolled", "nanbeige"),
-        help="for engines that run no code from the folder: a copy of the layers for each pass, or Nanbeige's loop "
-        "(method loop; docs/serving.md)",
+        "--target", choices=("unrolled", "nanbeige", "ouro", "huginn_raven"),
+        help="for engines that run no code from the folder: a copy of the layers for each pass (unrolled), or the "
+        "format of the public Nanbeige, Ouro or Huginn models (docs/serving.md, docs/looped.md)",
     )  # fmt: skip
     parser.add_argument("--chat-template", metavar="FILE", help="Jinja file; default: that of the tokenizer's folder")
     parser.add_argument("--license", metavar="NAME", help="licence of the weights, for the model card, as apache-2.0")

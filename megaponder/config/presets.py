@@ -65,6 +65,11 @@ _LLAMA_3 = {
     "original_max_position_embeddings": 8192,
 }
 _TIED = {"tie_embeddings": True, "rotary_base": 1e6}
+_OURO: dict[str, Any] = {"norm_placement": "sandwich", "rotary_base": 1e6}
+_HUGINN: dict[str, Any] = {
+    "norm_placement": "stream", "qkv_bias": "qk", "rotary_pairs": "adjacent", "rotary_base": 5e4,
+    "tie_embeddings": True,
+}  # fmt: skip
 
 # fmt: off
 PRESETS: dict[str, Preset] = {
@@ -96,6 +101,14 @@ PRESETS: dict[str, Preset] = {
     "olmo2-1b": Preset("olmo2", 16, 2048, 16, 8192, 100352, 4096, 1e-6, 0.02, {"rotary_base": 5e5}),
     "opt-125m": Preset("opt", 12, 768, 12, 3072, 50272, 2048, 1e-5, 0.02),
     "galactica-30b": Preset("opt", 48, 7168, 56, 28672, 50000, 2048, 1e-5, 0.02, {"activation": "gelu"}),
+    # backbones of looped models
+    "ouro-1.4b": Preset("llama", 24, 2048, 16, 5632, 49152, 65536, 1e-6, 0.02, _OURO),
+    "ouro-2.6b": Preset("llama", 48, 2048, 16, 5632, 49152, 65536, 1e-6, 0.02, _OURO),
+    "nanbeige-3b": Preset(
+        "llama", 22, 3072, 48, 10752, 166144, 4096, 1e-5, 0.02,
+        {"num_kv_heads": 8, "head_size": 128, "rotary_base": 7e7},
+    ),
+    "huginn-3.5b": Preset("llama", 8, 5280, 55, 17920, 65536, 4096, 1e-6, 0.02, _HUGINN),
     # for tests and first experiments: odd sizes where the published shapes are round
     "pythia-tiny": Preset("pythia", 2, 32, 4, 128, 96, 64, 1e-5, 0.02),
     "llama-tiny": Preset("llama", 2, 32, 4, 88, 96, 64, LLAMA_EPS, 0.02),

@@ -8,7 +8,7 @@ from string import Template
 from megaponder import __version__
 from megaponder.checkpoint.state import TrainState
 from megaponder.config.schema import RunConfig
-from megaponder.export import compose, configs, targets
+from megaponder.export import compose, configs, looped, targets
 from megaponder.export.requirements import TESTED
 from megaponder.export.tokenizer import TokenizerFiles
 from megaponder.monitor import jsonl
@@ -59,10 +59,16 @@ NANBEIGE = """transformers alone does not run this format; convert it with `conv
 load it with MLX or SGLang, as the Nanbeige model that it is to them."""
 
 
+PUBLIC = """transformers alone does not run this format: copy the modelling files of the public $architecture into this
+folder and load it with `trust_remote_code=True`. `megaponder import` and `megaponder generate` need no such files."""
+
+
 def usage(name: str, native: bool, target: str | None, tokenizer: bool) -> str:
     """How to run the folder."""
     if target == targets.NANBEIGE:
         return NANBEIGE
+    if target in looped.KINDS:
+        return Template(PUBLIC).substitute(architecture=looped.KINDS[target].architecture)
     first = "from transformers import AutoModelForCausalLM"
     return USAGE.substitute(
         imports=f"{first}, AutoTokenizer" if tokenizer else f"import torch\n{first}",

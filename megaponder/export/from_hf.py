@@ -9,7 +9,7 @@ from typing import Any
 from megaponder.config.load import dump
 from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError
-from megaponder.export import folder, names, native, reference
+from megaponder.export import folder, looped, names, native, reference
 from megaponder.export.formats import FORMATS
 from megaponder.export.import_config import run_config, start_config
 from megaponder.export.public_code import UNUSED, kind_of
@@ -92,6 +92,8 @@ def import_hf(
         ours = [reference.engine_logits(engine, ids, tolerance) for ids in prompts]
         worst = reference.agree(out, ours, theirs, tolerance)
         checkpoint = save_weights(out / "checkpoints", cfg, engine.stage, force=force)
+    if hf["model_type"] in looped.KINDS:
+        folder.write_json(out / looped.SOURCE, hf)
     dump(start_config(cfg, out), out / "config.yaml")
     return Imported(checkpoint, cfg, count, worst, code)
 
@@ -100,10 +102,14 @@ def to_plain(hf: dict[str, Any], tensors: names.Tensors, cfg: RunConfig) -> name
     """Plain tensors of any folder that `run_config` accepts, in FP32."""
     model = cfg.model
     assert model.num_heads is not None
-    form = FORMATS.get(hf["model_type"])
+    kind = hf["model_type"]
+    form = FORMATS.get(kind)
     if kind_of(hf) is not None:
         tensors = {name: tensor for name, tensor in tensors.items() if not UNUSED.fullmatch(name)}
-    plain = tensors if form is None else native.from_native(tensors, form, model.num_heads)
+    if kind in looped.KINDS:
+        plain = looped.to_plain(kind, tensors, cfg)
+    else:
+        plain = tensors if form is None else native.from_native(tensors, form, model.num_heads)
     if model.tie_embeddings:
         plain = {name: tensor for name, tensor in plain.items() if name != "lm_head.weight"}
     return {name: tensor.float() for name, tensor in plain.items()}

@@ -41,13 +41,16 @@ def refuse_ignored(hf: dict[str, Any], ignore: frozenset[str], where: str) -> No
         )
 
 
-def model_config(hf: dict[str, Any], where: str) -> ModelConfig:
-    """The model section for a config.json; UserError for the first field that the backbones cannot represent."""
+def model_config(hf: dict[str, Any], where: str, form: Format | None = None) -> ModelConfig:
+    """The model section for a config.json; UserError for the first field that the backbones cannot represent.
+
+    `form` says what the fields mean where that does not follow from the model_type.
+    """
     kind = hf.get("model_type")
-    if not isinstance(kind, str) or kind not in FORMATS:
+    if form is None and (not isinstance(kind, str) or kind not in FORMATS):
         known = ", ".join([*FORMATS, "megaponder"])
         raise UserError(f"{where}: model_type = {kind!r} cannot be imported; it must be one of {known}.")
-    form = FORMATS[kind]
+    form = form or FORMATS[str(kind)]
     hf = {name: value for name, value in hf.items() if name not in {*IGNORED, *form.idle}}
     rope, scaling = _rope(hf, form, where)
     coded = {

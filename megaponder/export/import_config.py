@@ -10,11 +10,11 @@ from megaponder.config.load import from_mapping
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import DataConfig, PonderConfig, RunConfig
 from megaponder.errors import ConfigError, UserError
+from megaponder.export import looped
 from megaponder.export.configs import PONDER_FIELDS
 from megaponder.export.folder import has_tokenizer
 from megaponder.export.hf_fields import model_config, refuse_ignored
 from megaponder.export.public_code import pondering
-from megaponder.export.targets import NANBEIGE, from_nanbeige
 from megaponder.ponder.settings import check_shape
 
 MUST = {"family", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "vocab_size"}
@@ -71,8 +71,8 @@ def _run_config(
         said = {"method": hf["method"], "options": hf["method_options"]}
         whole = from_mapping({"model": {**model_fields, "embedding_scale": hf["embedding_scale"]}, "ponder": said})
         section, ponder = whole.model, whole.ponder
-    elif hf.get("model_type") == NANBEIGE:
-        section, ponder = from_nanbeige(hf, where)
+    elif hf.get("model_type") in looped.KINDS:
+        section, ponder = looped.sections(hf, where)
     else:
         section = model_config(hf, where)
         if public is not None:

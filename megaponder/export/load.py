@@ -9,11 +9,10 @@ import torch
 
 from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError, first_line
-from megaponder.export import code, configs, folder, names
+from megaponder.export import code, configs, folder, looped, names
 from megaponder.export.formats import FORMATS
 from megaponder.export.import_config import run_config
 from megaponder.export.public_code import kind_of, ponders
-from megaponder.export.targets import NANBEIGE
 from megaponder.ponder.registry import methods
 
 if TYPE_CHECKING:
@@ -56,13 +55,12 @@ def _load(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any,
     fields = folder.read_json(path, "config.json")
     if fields.get("quantization_config"):
         raise UserError(f"{path}: its weights are quantised (quantization_config), which is not supported.")
-    cls = None if fields.get("model_type") == NANBEIGE else _class(path, fields, trust_remote_code)
+    if fields.get("model_type") in looped.KINDS:
+        return _looped(path, fields, dtype), {}
+    cls = _class(path, fields, trust_remote_code)
     tensors = folder.read_weights(path)
     refuse_too_large(path, fields, tensors)
     left_out = ("dtype", *ELSEWHERE)  # the caller says which dtype
-    if cls is None:
-        cfg = run_config(fields, path, path, frozenset())
-        return build_model(cfg, {name: t.to(dtype) for name, t in tensors.items()}), {}
     own = {name: value for name, value in fields.items() if not any(part in name for part in left_out)}
     config = cls.config_class.from_dict(own)
     with torch.device("meta"):
@@ -84,6 +82,16 @@ def _load(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any,
         )
     finally:
         logging.set_verbosity(before)
+
+
+def _looped(path: Path, fields: dict[str, Any], dtype: torch.dtype) -> Any:
+    """The model of a public looped folder, in the exports' class: its own modelling code is not run."""
+    cfg, tensors = run_config(fields, path, path, frozenset()), folder.read_weights(path)
+    refuse_too_large(path, fields, tensors)
+    plain = looped.to_plain(fields["model_type"], tensors, cfg)
+    if cfg.model.tie_embeddings:
+        plain.pop("lm_head.weight", None)
+    return build_model(cfg, {name: tensor.to(dtype) for name, tensor in plain.items()})
 
 
 def _class(path: Path, fields: dict[str, Any], trust_remote_code: bool) -> Any:
@@ -119,7 +127,7 @@ def _class(path: Path, fields: dict[str, Any], trust_remote_code: bool) -> Any:
 
 def refuse_too_large(path: Path, fields: dict[str, Any], tensors: names.Tensors) -> None:
     """UserError for more layers than the weights have tensors, before anything is allocated per layer."""
-    for name in ("num_hidden_layers", "n_layer"):
+    for name in ("num_hidden_layers", "n_layer", "n_layers"):
         layers = fields.get(name)
         if isinstance(layers, int | float) and layers > len(tensors):
             raise UserError(f"{path}: config.json has {layers:,} layers, but the weights have {len(tensors)} tensors.")

@@ -3,7 +3,8 @@
     unrolled    a plain model with a copy of the layers for each pass; every engine that runs the backbone's format
     nanbeige    the layers once, and `num_loops`; the Llama-like format of Nanbeige, which some engines run in loops
 
-Both are exact where a method does nothing between its passes but run the same layers again.
+Both are exact where a method does nothing between its passes but run the same layers again.  Methods of public looped
+models (`nanbeige` among them) have targets of their own: `looped`.
 """
 
 from __future__ import annotations
@@ -12,15 +13,14 @@ import copy
 import re
 from typing import Any
 
-from megaponder.config.schema import ModelConfig, PonderConfig, RunConfig
+from megaponder.config.schema import PonderConfig, RunConfig
 from megaponder.errors import UserError
-from megaponder.export import compose, configs
+from megaponder.export import compose, configs, looped
 from megaponder.export.formats import FORMATS
-from megaponder.export.hf_fields import model_config
 from megaponder.export.names import Tensors
 from megaponder.ponder.settings import method_of
 
-TARGETS = ("unrolled", "nanbeige")
+TARGETS = ("unrolled", *looped.KINDS)
 NANBEIGE = "nanbeige"
 """The target, and the model_type."""
 _TABLE, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -30,7 +30,11 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 def check(cfg: RunConfig, target: str) -> None:
     """UserError, before any work, if `target` is unknown or cannot compute this model."""
     if target not in TARGETS:
-        raise UserError(f"target = {target!r}: it must be {' or '.join(TARGETS)}, or left out.")
+        raise UserError(f"target = {target!r}: it must be {', '.join(TARGETS)}, or left out.")
+    if public(cfg, target):
+        if lost := looped.refusal(cfg, target):
+            raise UserError(f"--target {target}: {lost}; leave --target out.")
+        return
     if not passes(cfg):
         form = compose.decoding_class(cfg.ponder.method)
         raise UserError(
@@ -45,6 +49,11 @@ def check(cfg: RunConfig, target: str) -> None:
         lost = configs.native_format(_plain(cfg))[1]
     if lost:
         raise UserError(f"--target {target}: no such format has {lost}; leave --target out.")
+
+
+def public(cfg: RunConfig, target: str | None) -> bool:
+    """The target holds a method of its own.  Nanbeige's also holds `loop`, as loops without norms in between."""
+    return target in looped.KINDS and (target != NANBEIGE or cfg.ponder.method == NANBEIGE)
 
 
 def passes(cfg: RunConfig) -> int:
@@ -95,24 +104,10 @@ def unroll(cfg: RunConfig, plain: Tensors) -> tuple[RunConfig, Tensors]:
 
 def nanbeige_config(cfg: RunConfig, dtype: str, eos: int | None) -> dict[str, Any]:
     """config.json of a looped model whose scale is folded and whose table is not tied."""
-    return configs.native_config(cfg, "llama", dtype, eos) | {
+    made = configs.native_config(cfg, "llama", dtype, eos) | {
         "model_type": NANBEIGE,
         "architectures": ["NanbeigeForCausalLM"],
         "num_loops": passes(cfg),
         "skip_loop_final_norm": True,  # False puts the final norm between passes as well
     }
-
-
-def from_nanbeige(hf: dict[str, Any], where: str) -> tuple[ModelConfig, PonderConfig]:
-    """Model and method of a Nanbeige config.json; UserError if it norms between its loops."""
-    left = {name: value for name, value in hf.items() if name not in ("num_loops", "skip_loop_final_norm")}
-    loops = hf.get("num_loops", 1)
-    if type(loops) is not int or loops < 1:
-        raise UserError(f"{where}: num_loops = {loops!r}: it must be a positive integer.")
-    if loops > 1 and hf.get("skip_loop_final_norm") is not True:
-        raise UserError(
-            f"{where}: skip_loop_final_norm = {hf.get('skip_loop_final_norm')!r}: method loop has no norm between "
-            "passes; it must be true."
-        )
-    model = model_config(left | {"model_type": "llama"}, where)
-    return model, PonderConfig("loop", {"extra_passes": loops - 1}) if loops > 1 else PonderConfig()
+    return looped.as_imported(cfg, NANBEIGE, made)

@@ -17,7 +17,7 @@ from megaponder.checkpoint.state import load_state
 from megaponder.checkpoint.weights import read_weights
 from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError
-from megaponder.export import card, compose, configs, folder, names, native, reference, targets, tokenizer
+from megaponder.export import card, compose, configs, folder, looped, names, native, reference, targets, tokenizer
 from megaponder.export.formats import FORMATS
 from megaponder.export.requirements import require_transformers
 from megaponder.ponder.settings import table_rows
@@ -67,11 +67,13 @@ class Exported:
     """Largest difference from the logits of the checkpoint's own forward, over the largest logit."""
     refitted: Refitted | None = None
     target: str | None = None
-    """unrolled or nanbeige, if asked for."""
+    """One of targets.TARGETS, if asked for."""
 
     def __str__(self) -> str:
         if self.target == targets.NANBEIGE:
             kind = "in Nanbeige's format, which llama.cpp, MLX and SGLang run, but transformers alone does not"
+        elif self.target in looped.KINDS:
+            kind = f"in the format of {looped.KINDS[self.target].architecture}, which transformers alone does not run"
         elif self.target:
             kind = "in transformers' own format, with a copy of the layers for each pass"
         elif self.native:
@@ -124,14 +126,15 @@ def export(
     trained, written = (cfg, state), cfg
     if target is not None:
         targets.check(cfg, target)
-    if target is not None or kind is not None:
+    public = targets.public(cfg, target)
+    if not public and (target is not None or kind is not None):
         written, state = targets.fold(cfg, state, untied=target == targets.NANBEIGE)
     state = cast(state, dtype)
     out = Path(out)
     with folder.published(out, force) as temporary:
         plain = names.to_plain(state, written.model, table_rows(cfg))
         compared = trained if dtype == "float32" else (written, state)  # a scaled table is rounded once, not twice
-        if target == targets.NANBEIGE:
+        if target in looped.KINDS:
             kind, reason = target, ""
         elif target is not None:
             written, plain = targets.unroll(written, plain)
@@ -186,7 +189,10 @@ def write_model(
     """
     assert cfg.model.num_heads is not None
     dtype = str(plain["model.embed_tokens.weight"].dtype).removeprefix("torch.")
-    if kind == targets.NANBEIGE:
+    if targets.public(cfg, kind):
+        assert kind is not None
+        config, tensors = looped.config_json(cfg, kind, dtype, eos), looped.from_plain(kind, plain, cfg)
+    elif kind == targets.NANBEIGE:
         config, tensors = targets.nanbeige_config(cfg, dtype, eos), plain
     elif kind is not None:
         config = configs.native_config(cfg, kind, dtype, eos)
@@ -195,7 +201,8 @@ def write_model(
         config, tensors = configs.ponder_config(cfg, dtype, eos), plain
         for name, text in compose.files(cfg.ponder.method).items():
             (path / name).write_bytes(text.encode())
-    config |= {"megaponder_version": __version__, **told}
+    if kind is None or looped.imported(cfg, kind) is None:  # else the folder's own fields, and no others
+        config |= {"megaponder_version": __version__, **told}
     folder.write_json(path / "config.json", config)
     generation: dict[str, Any] = {"bos_token_id": eos, "eos_token_id": eos, "pad_token_id": eos}
     folder.write_json(path / "generation_config.json", {k: v for k, v in generation.items() if v is not None})

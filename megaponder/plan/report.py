@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import timedelta
+from itertools import groupby
 
 from rich.console import Console
 from rich.table import Table
@@ -76,9 +77,12 @@ def flops_table(plan: Plan) -> Table:
     what = ", of a step with the most passes" if abs(plan.mean_passes - len(plan.flops.passes)) > 1e-9 else ""
     table = _table(f"Forward FLOPs per token (multiply-add = 2, causal half){what}", *columns)
     size, unit = (1e9, "G") if plan.flops.forward >= 1e8 else (1e6, "M")
-    for p in plan.flops.passes:
+    for _, group in groupby(plan.flops.passes, key=lambda p: replace(p, index=0)):  # passes alike take one row
+        alike = list(group)
+        p, last = alike[0], alike[-1].index + 1
         row = [f"{x / size:.3f} {unit}" if x else "-" for x in (p.linear, p.attention, p.head, p.extra, p.total)]
-        table.add_row(str(p.index + 1), str(p.slots), *row)
+        number = str(last) if len(alike) == 1 else f"{p.index + 1} to {last}"
+        table.add_row(number, str(p.slots), *row)
     table.add_row("all", "", "", "", "", "", f"{plan.flops.forward / size:.3f} {unit}")
     return table
 
@@ -156,7 +160,9 @@ def print_plan(cfg: RunConfig, plan: Plan, console: Console) -> None:
     console.print()
     _show(console, flops_table(plan))
     again = f", executed {si(plan.executed)} with recompute" if plan.executed > plan.needed else ""
-    how = "mean over steps of 3 x forward" if varies else "3 x forward"
+    how = "forward and backward" + (", mean over steps" if varies else "")
+    if all(p.trained == 1.0 for p in plan.flops.passes):
+        how = "mean over steps of 3 x forward" if varies else "3 x forward"
     console.print(f"training: needed {si(plan.needed)} a token ({how}){again}", end="\n\n")
     _show(console, memory_table(plan))
     console.print(_verdict(plan), end="\n\n")

@@ -58,13 +58,23 @@ def test_nanbeige(tmp_path: Path) -> None:
     again = import_hf(tmp_path / "hf", tmp_path / "again")
     assert again.config.ponder.method == "loop" and again.max_difference < RTOL
     for name, value, words in (
-        ("skip_loop_final_norm", False, "no norm between passes"),
-        ("num_loops", 0, "num_loops = 0: it must be a positive integer"),
-        ("loop_loss_weights", [1], "loop_loss_weights"),
+        ("num_loops", 0, "num_loops = 0: it must be an integer of at least 1"),
+        ("loop_loss_weights", [1], r"loss_weights = \[1.0\]: it must have one number for each of the 2 loops"),
     ):
         (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {name: value}))
         with pytest.raises(UserError, match=words):
             load_folder(tmp_path / "hf")
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"skip_loop_final_norm": False}))
+    normed = import_hf(tmp_path / "hf", tmp_path / "normed")  # another model
+    assert (normed.config.ponder.method, normed.config.ponder.options["norm_between"]) == ("nanbeige", True)
+    back = json.loads((_exported(tmp_path / "normed", tmp_path / "back") / "config.json").read_text())
+    assert (back["model_type"], back["skip_loop_final_norm"]) == ("nanbeige", False)
+    logits = [load_folder(tmp_path / name)(ids(1, 6)).logits for name in ("hf", "back")]
+    assert torch.equal(logits[0], logits[1]) and not torch.allclose(logits[0], net(ids(1, 6)).logits, rtol=0.01)
+
+
+def _exported(run: Path, out: Path) -> Path:
+    return export(run, out, target="nanbeige").folder
 
 
 def test_a_scaled_table_is_rounded_once(tmp_path: Path) -> None:
@@ -102,7 +112,7 @@ REFUSED = [
     ("pythia", "loop", {}, "nanbeige", "no such format has .* in a llama block"),
     ("pythia", "loop", {"rotary_pairs": "adjacent"}, "unrolled", "rotary pairs adjacent in a pythia block"),
     ("gpt2", "loop", {"activation": "swiglu"}, "unrolled", "activation swiglu in a gpt2 block"),
-    ("llama", "loop", {}, "gguf", "target = 'gguf': it must be unrolled or nanbeige"),
+    ("llama", "loop", {}, "gguf", "target = 'gguf': it must be unrolled, ouro, nanbeige, huginn_raven, or"),
 ]
 
 

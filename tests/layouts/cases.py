@@ -169,7 +169,14 @@ CASES = {
         "llama",
         "huginn",
         {"prelude": 1, "coda": 1, "recurrence": 3, "kept": 2, "draw_to": 4},
-        {"num_layers": 4, "num_kv_heads": 2, "tie_embeddings": True},
+        {
+            "num_layers": 4,
+            "num_kv_heads": 2,
+            "tie_embeddings": True,
+            "norm_placement": "stream",
+            "qkv_bias": "qk",
+            "rotary_pairs": "adjacent",
+        },
         steps=4,  # 4, 2, 1 and 4 recurrences
         stages={2: [1, 3], 3: [1, 2, 1]},
     ),

@@ -1,0 +1,174 @@
+"""Public folders of looped models: in, and out again as the same tensors and fields."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megaponder.checkpoint.weights import load_weights
+from megaponder.errors import UserError
+from megaponder.export import targets
+from megaponder.export.from_hf import import_hf
+from megaponder.export.load import load_folder
+from megaponder.export.looped import _frequencies
+from megaponder.export.to_hf import export
+from tests.export import checkpoints, models
+from tests.tolerance import RTOL
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "looped"
+OURO: dict[str, Any] = {
+    "architectures": ["OuroForCausalLM"], "model_type": "ouro", "hidden_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 48, "vocab_size": 60,
+    "total_ut_steps": 4, "early_exit_threshold": 1.0, "rope_theta": 1000000.0, "rms_norm_eps": 1e-06,
+    "max_position_embeddings": 64, "tie_word_embeddings": False, "hidden_act": "silu", "initializer_range": 0.02,
+    "auto_map": {"AutoModelForCausalLM": "modeling_ouro.OuroForCausalLM"}, "attention_dropout": 0.0,
+    "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "use_sliding_window": False, "sliding_window": None,
+    "layer_types": ["full_attention", "full_attention"], "max_window_layers": 2, "use_cache": True,
+    "torch_dtype": "float32", "transformers_version": "4.55.0", "rope_scaling": None,
+}  # fmt: skip
+HUGINN: dict[str, Any] = {
+    "architectures": ["RavenForCausalLM"], "model_type": "huginn_raven", "n_embd": 32, "n_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 48, "n_layers": 5, "n_layers_in_prelude": 2,
+    "n_layers_in_recurrent_block": 2, "n_layers_in_coda": 1, "mean_recurrence": 4, "mean_backprop_depth": 2,
+    "vocab_size": 60, "padded_vocab_size": 60, "rope_base": 50000, "norm_eps": 1e-06, "qk_bias": True, "bias": False,
+    "tie_embeddings": True, "injection_type": "linear", "state_init": "like-init", "block_size": 64,
+    "sampling_scheme": "poisson-lognormal-filling", "block_class_name": "SandwichBlock", "nonlin_name": "SiLU",
+    "mlp_class_name": "GatedMLP", "norm_class_name": "RMSNorm_llama", "init_strategy": "takase",
+    "init_values": {"std": 0.1}, "effective_expected_depth": 11, "torch_dtype": "float32",
+}  # fmt: skip
+NANBEIGE = {
+    name: value
+    for name, value in OURO.items()
+    if name not in ("total_ut_steps", "early_exit_threshold", "auto_map", "layer_types", "max_window_layers")
+} | {
+    "architectures": ["NanbeigeForCausalLM"], "model_type": "nanbeige", "num_key_value_heads": 2, "head_dim": 12,
+    "num_loops": 2, "skip_loop_final_norm": False, "rope_theta": 70000000.0, "rms_norm_eps": 1e-05,
+}  # fmt: skip
+CASES = {"ouro_mha": OURO, "huginn_truncated": HUGINN, "nanbeige_two": NANBEIGE}
+
+
+def write(name: str, path: Path, **changes: Any) -> Path:
+    """The fixture's model as a public folder."""
+    path.mkdir()
+    z = np.load(FIXTURES / f"{name}.npz")
+    tensors = {k[2:]: torch.tensor(z[k]) for k in z.files if k.startswith("p/")}
+    if name.startswith("huginn"):
+        tensors["freqs_cis"] = _frequencies(8, 64, 50000.0)
+    (path / "config.json").write_text(json.dumps(CASES[name] | changes))
+    save_file({k: t.contiguous() for k, t in tensors.items()}, path / "model.safetensors")
+    return path
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_round_trip(name: str, tmp_path: Path) -> None:
+    theirs = write(name, tmp_path / "hf")
+    done = import_hf(theirs, tmp_path / "run")
+    assert done.max_difference < RTOL
+    cfg, _ = load_weights(tmp_path / "run")
+    assert cfg.ponder.method == name.partition("_")[0]
+    back = export(tmp_path / "run", tmp_path / "back", target=CASES[name]["model_type"])
+    assert back.max_difference < RTOL and not (tmp_path / "back" / "modeling_megaponder.py").exists()
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == CASES[name]
+    before, after = (load_file(folder / "model.safetensors") for folder in (theirs, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        assert torch.equal(after[key], tensor), key
+    if name != "huginn_truncated":  # numbers of the public file; Huginn's have a random start of their own
+        z = np.load(FIXTURES / f"{name}.npz")
+        with torch.no_grad():
+            logits = load_folder(tmp_path / "back")(torch.tensor(z["ids"])).logits
+        torch.testing.assert_close(logits, torch.tensor(z["logits"]), rtol=RTOL, atol=RTOL * float(logits.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("ouro_mha", {"total_ut_steps": "4"}, "total_ut_steps = '4': it must be an integer"),
+        ("ouro_mha", {"early_exit_step": 1}, "early_exit_step"),
+        ("huginn_truncated", {"injection_type": "add"}, "injection_type = 'add'"),
+        ("huginn_truncated", {"n_layers_in_coda": 2}, "n_layers = 5"),
+        ("huginn_truncated", {"surprise": 7}, "surprise = 7 is unknown"),
+    ],
+)
+def test_what_cannot_be_represented_is_refused(name: str, changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"config\.json") as refused:
+        import_hf(write(name, tmp_path / "hf", **changes), tmp_path / "run")
+    assert words in str(refused.value)
+
+
+def test_other_models_have_no_such_format(tmp_path: Path) -> None:
+    checkpoints.make("llama", "ouro", tmp_path / "run")  # without sandwich norms
+    with pytest.raises(UserError, match="--target ouro: it has norm placement sandwich, not pre"):
+        export(tmp_path / "run", tmp_path / "out", target="ouro")
+    cfg = load_weights(tmp_path / "run")[0]
+    cfg.model.norm_placement, cfg.model.embedding_scale, cfg.model.qkv_bias = "sandwich", "none", True
+    with pytest.raises(UserError, match="qkv bias"):
+        targets.check(cfg, "ouro")
+    cfg.model.qkv_bias, cfg.model.rotary_scaling = False, {"rope_type": "linear", "factor": 2.0}
+    with pytest.raises(UserError, match="no rotary scaling"):
+        targets.check(cfg, "ouro")
+    with pytest.raises(UserError, match="holds models of method huginn, and this one is ouro"):
+        export(tmp_path / "run", tmp_path / "out", target="huginn_raven")
+
+
+def _rows(net: torch.nn.Module) -> list[int]:
+    """Rows that each layer call computes, noted as they run."""
+    seen: list[int] = []
+    for layer in net.model.layers:  # type: ignore[union-attr]
+        layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[0] * args[0].shape[1]))
+    return seen
+
+
+@torch.no_grad()
+def test_exits_of_ouro_save_loops() -> None:
+    """A token that stops leaves its later loops out, cached or not; a single token loses nothing by it."""
+    options = models.METHODS["ouro"] | {"skips_loops": True}
+    net, tokens = models.model("llama", "ouro", method_options=options), models.ids(2, 9)
+    seen = _rows(net)
+    whole = net(tokens, use_cache=False, output_depths=True)
+    assert 1 <= float(whole.depths.min()) < float(whole.depths.max()) <= 3
+    assert sum(seen) == 2 * int(whole.depths.sum()) < 2 * 3 * tokens.numel()
+    first = net(tokens[:, :4], use_cache=True)
+    rest = net(tokens[:, 4:], cache=first["cache" if "cache" in first else "past_key_values"])
+    got = torch.cat([first.logits, rest.logits], dim=1)
+    torch.testing.assert_close(got, whole.logits, rtol=RTOL, atol=RTOL * float(got.abs().max()))
+    exact = models.model("llama", "ouro")(tokens[:, :1], use_cache=False).logits
+    torch.testing.assert_close(net(tokens[:, :1]).logits, exact, rtol=RTOL, atol=RTOL * float(exact.abs().max()))
+
+
+@torch.no_grad()
+def test_a_threshold_of_one_means_all_loops() -> None:
+    """In BF16 the exit probabilities of a sure gate add up to 1.0 after the first loop."""
+    net = models.model("llama", "ouro", method_options={"loops": 3, "threshold": 1.0, "skips_loops": True}).bfloat16()
+    net.method["gate"].weight.zero_()
+    net.method["gate"].bias.fill_(6.5)
+    assert torch.sigmoid(net.method["gate"].bias).item() == 1.0
+    assert int(net(models.ids(1, 5), output_depths=True).depths.min()) == 3
+    assert int(net(models.ids(1, 5), threshold=0.99, output_depths=True).depths.max()) == 1
+
+
+@torch.no_grad()
+def test_exits_of_huginn_save_recurrences() -> None:
+    """A core that stops after one recurrence is a model of one recurrence, and its cache is complete."""
+    net, tokens = models.model("llama", "huginn"), models.ids(2, 7)
+    one = net(tokens, passes=1, use_cache=False).logits
+    seen = _rows(net)
+    stopped = net(tokens, exit_below=1e9, use_cache=True, output_depths=True)
+    assert len(seen) == 2 and int(stopped.depths.max()) == 1  # a layer of the prelude, one of the core
+    torch.testing.assert_close(stopped.logits, one)
+    cache = stopped["cache" if "cache" in stopped else "past_key_values"]
+    keys = [cache.layers[index * 2 + 1].keys for index in range(3)]
+    assert all(torch.equal(k, keys[0]) for k in keys[1:])
+    going = net(tokens[:, :1], cache=cache, output_depths=True)  # runs all three, over what is there
+    assert int(going.depths.max()) == 3 and going.logits.isfinite().all()
+    some = net(tokens, exit_below=0.5, output_depths=True).depths
+    assert 1 <= int(some.max()) <= 3
+    torch.testing.assert_close(net(tokens, exit_below=1e-9).logits, net(tokens).logits)
+    with pytest.raises(ValueError, match="passes = 0"):
+        net(tokens, passes=0)

@@ -1,0 +1,111 @@
+"""The engine against numbers of the public files of looped models: logits, loss and every gradient."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megaponder.config.resolve import resolve
+from megaponder.config.schema import ModelConfig, PonderConfig, RunConfig
+from megaponder.engine import cuda_on_cpu
+from tests.tolerance import RTOL
+
+cuda_on_cpu.install()
+
+from megaponder.data.batch import MicroBatch  # noqa: E402
+from megaponder.engine import groups, method_tools  # noqa: E402
+from megaponder.engine.build import build_engine  # noqa: E402
+from megaponder.export import looped, names, reference  # noqa: E402
+from megaponder.ponder.settings import method_of  # noqa: E402
+
+FOLDER = Path(__file__).parents[1] / "fixtures" / "looped"
+LLAMA = {"norm_1": "input_layernorm", "attn.proj": "self_attn.o_proj", "norm_2": "post_attention_layernorm"}
+OUTER = {"wte": "model.embed_tokens", "ln_f": "model.norm", "adapter": "method_entry.adapter"}
+
+
+def config(kind: str, c: dict[str, Any], kept: int = 0, steps: int = 0) -> RunConfig:
+    """The fixture's model as a run configuration."""
+    recurrent = {"prelude": 2, "coda": 1, "recurrence": steps, "kept": kept, "draw": "fixed"}
+    if kind == "ouro":
+        sizes = {"hidden_size": c["hidden_size"], "num_layers": c["layers"], "num_heads": c["num_heads"]}
+        features = looped.FEATURES["ouro"] | {"rotary_base": 1e6, "norm_eps": 1e-6}
+        ponder = PonderConfig("ouro", {"loops": c["loops"], "entropy_weight": 0.1})
+    elif kind == "nanbeige":
+        sizes = {"hidden_size": c["hidden_size"], "num_layers": c["layers"], "num_heads": c["num_heads"]}
+        features = {"num_kv_heads": c["num_kv_heads"], "head_size": c["head_dim"]}
+        features |= {"rotary_base": c["rope_theta"], "norm_eps": c["norm_eps"]}
+        ponder = PonderConfig("nanbeige", {"loops": c["loops"]})
+    else:
+        sizes = {"hidden_size": c["n_embd"], "num_layers": 5, "num_heads": c["n_heads"]}
+        features = {"rotary_base": c.get("rope_base", 5e4), "norm_eps": c.get("norm_eps", 1e-6)}
+        features |= {"num_kv_heads": c["n_kv_heads"]}
+        if kind == "huginn":
+            features |= looped.FEATURES["huginn_raven"] | {"tie_embeddings": True}
+        ponder = PonderConfig(kind, recurrent)
+    model = ModelConfig(
+        family="llama", vocab_size=60, vocab_multiple=32, ffn_size=48, max_positions=64, **sizes, **features
+    )
+    cfg = RunConfig(model=model, ponder=ponder)
+    cfg.data.sequence_length, cfg.train.steps, cfg.train.global_batch, cfg.train.micro_batch = 11, 1, 2, 2
+    return resolve(cfg)
+
+
+def plain(kind: str, tensors: dict[str, Tensor], cfg: RunConfig) -> dict[str, Tensor]:
+    """Plain tensors, of weights or of gradients."""
+    if kind != "retrofit":
+        return looped.to_plain({"huginn": "huginn_raven"}.get(kind, kind), tensors, cfg)
+    out = {}
+    for name, tensor in tensors.items():
+        part = name.removeprefix("transformer.").removesuffix(".weight")
+        if part in OUTER or part == "lm_head":
+            out[f"{OUTER.get(part, part)}.weight"] = tensor
+            continue
+        place, number, rest = part.split(".", 2)
+        at = f"model.layers.{ {'prelude': 0, 'core_block': 2, 'coda': 4}[place] + int(number) }"
+        if rest == "attn.Wqkv":
+            for x, t in zip("qkv", tensor.split([32, 16, 16]), strict=True):
+                out[f"{at}.self_attn.{x}_proj.weight"] = t
+        elif rest == "mlp.fc":
+            out[f"{at}.mlp.gate_proj.weight"], out[f"{at}.mlp.up_proj.weight"] = tensor.chunk(2)
+        else:
+            out[f"{at}.{LLAMA.get(rest, 'mlp.down_proj')}.weight"] = tensor
+    return out
+
+
+def worst(got: Tensor, want: Tensor) -> float:
+    return float((got - want).abs().max() / want.abs().max())
+
+
+@pytest.mark.parametrize("name", ["ouro_mha", "huginn_truncated", "retrofit", "nanbeige_two"])
+def test_public_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    z = np.load(FOLDER / f"{name}.npz")
+    meta, kind = json.loads(str(z["meta"])), name.partition("_")[0]
+    cfg = config(kind, meta["config"], meta.get("n_grad", 0), meta.get("n_free", 0) + meta.get("n_grad", 0))
+    ids = torch.tensor(z["ids"])
+    weights, grads = ({k[2:]: torch.tensor(z[k]) for k in z.files if k.startswith(p)} for p in ("p/", "g/"))
+    method = method_of(cfg)
+    engine = build_engine(cfg, method, groups.init(cfg))
+    reference.load(engine.stage, names.to_stage(plain(kind, weights, cfg), cfg.model))
+    if "s0" in z.files:
+        start = torch.tensor(z["s0"]).transpose(0, 1) / method.state_std()  # type: ignore[attr-defined]
+        monkeypatch.setattr(method_tools.StageEntryTools, "noise", lambda self, seed: start)
+    assert worst(engine.logits(ids), torch.tensor(z["logits"])) < RTOL
+    for key in (k for k in z.files if k[0] == "q"):
+        method.options.threshold = float(key[1:])
+        assert worst(engine.logits(ids), torch.tensor(z[key])) < RTOL, key
+    if "labels" not in z.files:  # a port without training
+        return
+    labels = torch.tensor(z["labels"])
+    engine.zero_grad()
+    out = engine.forward_backward([MicroBatch(ids, labels.clamp(min=0), (labels >= 0).float())], 0, train=True)
+    assert out.stats.get("objective", out.loss) == pytest.approx(float(z["loss"]), rel=RTOL)
+    largest = max(float(g.abs().max()) for g in grads.values())
+    for key, grad in names.to_stage(plain(kind, grads, cfg), cfg.model).items():
+        found = dict(engine.stage.named_parameters())[key].main_grad
+        assert float((found - grad).abs().max()) < RTOL * largest, key
