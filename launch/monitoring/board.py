@@ -61,7 +61,7 @@ ROWS: dict[str, tuple[Chart, ...]] = {
     "Is it learning?": (
         Chart("Loss (nats)", "none", {
             "training": of_run("loss"), "validation": of_run("validation_loss"),
-            "auxiliary": of_run("auxiliary_loss"),
+            "auxiliary": of_run("auxiliary_loss"), "z-loss": of_run("z_loss"),
         }),
         Chart("Held-out loss by set (nats)", "none", {"{{set}}": of_run("validation_set_loss", "set")}),
         Chart("Tasks", "none", {"{{task}}": of_run("task_score", "task")}),

@@ -26,6 +26,10 @@ from megaponder.files import read_bounded
 
 BESIDES = ("optimizer.", "fp8.", "random.")
 """Prefixes of names that are not parameters."""
+EMA = "optimizer.ema."
+"""Prefix of the moving average of a parameter (`checkpoint.ema`)."""
+MASTER = "optimizer.state.param."
+"""Prefix of the FP32 master weight of a parameter."""
 
 # Norms are stored under the names that they have inside Transformer Engine's fused layers.
 _NORMS = {
@@ -159,6 +163,11 @@ def shapes(path: Path) -> dict[str, tuple[int, ...]]:
 def parameters(path: Path) -> dict[str, TensorStorageMetadata]:
     """Shape and dtype of the model's parameters: full tensors, whatever layout saved them."""
     return {name: m for name, m in tensors(path).items() if not name.startswith(BESIDES)}
+
+
+def beside(path: Path, prefix: str) -> dict[str, TensorStorageMetadata]:
+    """The same of what is stored beside the parameters, by its whole name; empty if there is nothing."""
+    return {name: m for name, m in tensors(path).items() if name.startswith(prefix)}
 
 
 def module_name(name: str) -> str:

@@ -15,6 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
 
 from megaponder.checkpoint import optimizer_state, reader, rng, scales
+from megaponder.checkpoint.ema import Ema
 from megaponder.checkpoint.model_state import layout, metadata, sharded_state
 from megaponder.checkpoint.state import TrainState, load_state
 from megaponder.errors import UserError
@@ -34,8 +35,11 @@ class OtherModelError(UserError):
         self.difference = difference
 
 
-def resume(path: Path, stage: MegatronModule, optimizer: MegatronOptimizer) -> TrainState:
-    """Load parameters, optimizer state and, on the layout that saved them, random states.  All ranks call this."""
+def resume(path: Path, stage: MegatronModule, optimizer: MegatronOptimizer, ema: Ema | None = None) -> TrainState:
+    """Load parameters, optimizer state and, on the layout that saved them, random states.  All ranks call this.
+
+    `ema` begins anew if the checkpoint has none.
+    """
     state, contents = on_first_rank(lambda: load_state(path))
     names = _stored(path)
     model = sharded_state(stage)
@@ -51,8 +55,13 @@ def resume(path: Path, stage: MegatronModule, optimizer: MegatronOptimizer) -> T
     wanted = optimizer_state.sharded_state(optimizer, model, metadata(), loading=True, masters=contents.masters)
     _refuse_absent(path, wanted, names)
     fp8 = _scales(stage.fp8, names)
-    loaded = _load(path, {"optimizer": wanted} | ({"fp8": fp8} if fp8 else {}))
+    averages = _averages(ema, model, names)
+    loaded = _load(path, {"optimizer": wanted} | averages | ({"fp8": fp8} if fp8 else {}))
     optimizer_state.load(optimizer, loaded["optimizer"], state.updates)
+    if ema is not None and averages:
+        ema.load(loaded["ema"], loaded["optimizer"], state.updates)
+    elif ema is not None:
+        ema.restart()
     if fp8:
         stage.fp8.load_scales(loaded["fp8"])
     if contents.layout == layout():
@@ -62,11 +71,13 @@ def resume(path: Path, stage: MegatronModule, optimizer: MegatronOptimizer) -> T
     return state
 
 
-def load(path: Path, stage: MegatronModule, optimizer: MegatronOptimizer | None = None) -> tuple[list[str], list[str]]:
+def load(
+    path: Path, stage: MegatronModule, optimizer: MegatronOptimizer | None = None, ema: Ema | None = None
+) -> tuple[list[str], list[str]]:
     """Load the weights only; returns the method's parameters that the checkpoint lacks and those that the model lacks.
 
     The first keep their initial values, the second are left out.  Call it before the first step; `optimizer` then takes
-    its master weights from the loaded parameters.
+    its master weights from the loaded parameters, and `ema` begins with them.
     """
     names = _stored(path)
     model = sharded_state(stage)
@@ -78,6 +89,8 @@ def load(path: Path, stage: MegatronModule, optimizer: MegatronOptimizer | None 
     _load_model(path, stage, {k: v for k, v in model.items() if getattr(v, "key", k) not in lacking})
     if optimizer is not None:
         optimizer.reload_model_params()
+    if ema is not None:
+        ema.restart()
     return lacking, left
 
 
@@ -93,6 +106,13 @@ def _load_model(path: Path, stage: MegatronModule, model: dict[str, Any]) -> Non
         for name, value in loaded.items():
             if isinstance(value, torch.Tensor):
                 own[name].copy_(value)
+
+
+def _averages(ema: Ema | None, model: dict[str, Any], names: Shapes) -> dict[str, Any]:
+    """What to read for the moving average: nothing if the saving run had none."""
+    if ema is None or not any(name.startswith(reader.EMA) for name in names):
+        return {}
+    return {"ema": ema.sharded_state(model, metadata(), loading=True)}
 
 
 def _scales(fp8: scales.Scales | None, names: Shapes) -> dict[str, ShardedTensor]:

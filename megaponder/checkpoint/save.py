@@ -24,6 +24,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
 
 from megaponder.checkpoint import folder, model_state, optimizer_state, rng, scales, writers
+from megaponder.checkpoint.ema import Ema
 from megaponder.checkpoint.manifest import Files
 from megaponder.checkpoint.state import CONFIG, Contents, TrainState, save_state
 from megaponder.checkpoint.verify import Verification
@@ -71,7 +72,9 @@ class Saver:
         data: dict[str, dict[str, str | int | None]],
         newest: int = 0,
         published: Published = lambda path, seconds: None,
+        ema: Ema | None = None,
     ):
+        self.ema = ema
         self.root, self.cfg, self.stage, self.optimizer = root, cfg, stage, optimizer
         self.options, self._data, self._published = cfg.checkpoint, data, published
         self._calls = AsyncCallsQueue(persistent=False)  # a persistent writer requires CUDA in its own process
@@ -145,6 +148,8 @@ class Saver:
             self.optimizer, model, model_state.metadata(), loading=False, masters=masters
         )
         found = {"model": model, "optimizer": optimizer, "random": rng.sharded_state()}
+        if self.ema is not None:
+            found["ema"] = self.ema.sharded_state(model, model_state.metadata(), loading=False)
         fp8 = scales.sharded_state(self.stage.fp8)
         return found | ({"fp8": fp8} if fp8 else {})  # megatron-core would pickle an empty part
 

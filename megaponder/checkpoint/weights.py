@@ -24,21 +24,35 @@ def read_config(folder: Path) -> RunConfig:
     return cfg
 
 
-def load_weights(path: str | Path) -> tuple[RunConfig, dict[str, Tensor]]:
+def load_weights(path: str | Path, ema: bool = False) -> tuple[RunConfig, dict[str, Tensor]]:
     """Config and full state dict (CPU, stored dtype) of a checkpoint saved in any layout; needs no launcher.
 
-    `path` is a checkpoint, or a run folder, whose newest complete checkpoint is then taken.  Raises UserError when
-    there is none or when it is damaged.
+    `path` is a checkpoint, or a run folder, whose newest complete checkpoint is then taken.  `ema`: the moving average
+    of the weights (FP32).  Raises UserError when there is none or when it is damaged.
     """
-    return read_weights(locate(path))
+    return read_weights(locate(path), ema)
 
 
-def read_weights(folder: Path) -> tuple[RunConfig, dict[str, Tensor]]:
+def read_weights(folder: Path, ema: bool = False) -> tuple[RunConfig, dict[str, Tensor]]:
     """The same of a checkpoint that `locate` has found."""
     cfg, parameters = read_config(folder), reader.parameters(folder)
     if (layers := cfg.model.num_layers or 0) > len(parameters):
         raise UserError(
             f"Checkpoint {folder}: {CONFIG} has {layers:,} layers, but there are {len(parameters)} tensors."
         )
-    weights = reader.read(folder, parameters)
-    return cfg, {reader.module_name(name): tensor for name, tensor in weights.items()}
+    if ema and not reader.beside(folder, reader.EMA):
+        why = "it has no moving average of the weights, since optimizer.ema_decay was 0"
+        raise UserError(f"Checkpoint {folder}: {why}; leave --ema out, or average checkpoints (megaponder average).")
+    return cfg, _weights(folder, reader.EMA if ema else "")
+
+
+def precise_weights(folder: Path) -> dict[str, Tensor]:
+    """The weights alone, as `load_weights` names them: from the FP32 masters where the checkpoint has them."""
+    return _weights(folder, reader.MASTER)
+
+
+def _weights(folder: Path, prefix: str) -> dict[str, Tensor]:
+    """Every parameter by its name in a stage, from the tensor with this prefix where there is one."""
+    chosen = reader.beside(folder, prefix) if prefix else {}
+    chosen |= {n: m for n, m in reader.parameters(folder).items() if f"{prefix}{n}" not in chosen}
+    return {reader.module_name(n.removeprefix(prefix)): tensor for n, tensor in reader.read(folder, chosen).items()}

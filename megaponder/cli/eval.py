@@ -53,6 +53,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--sample", type=int, default=SAMPLE, metavar="N", help=f"targets for --depth (default {SAMPLE:,})"
     )
+    parser.add_argument("--ema", action="store_true", help="the moving average of the weights (optimizer.ema_decay)")
     parser.add_argument("--length", type=int, metavar="N", help="tokens in a window; default: data.sequence_length")
     parser.add_argument(
         "--limit", type=int, metavar="N", help="only the first N targets of each dataset, examples of each task"
@@ -67,7 +68,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megaponder.errors import ConfigError
+    from megaponder.errors import ConfigError, UserError
     from megaponder.inference import evaluation, heldout, variants
 
     for name in ("length", "limit", "batch", "sample"):
@@ -75,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
         if value is not None and value < 1:
             raise ConfigError(f"--{name}", value, "it must be at least 1", "use 1 or more")
     tasks = {}
+    if args.tasks and args.ema:
+        raise UserError("--tasks: it reads no moving average; make a run of it with megaponder average --ema first.")
     if args.tasks:
         from megaponder.inference.tasks import evaluate
 
@@ -85,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.data and not args.depth:
             _write_json(args, {"path": args.path, "tasks": tasks})
             return 0
-    cfg, state = heldout.read_model(args.path)
+    cfg, state = heldout.read_model(args.path, args.ema)
     longest = cfg.model.max_positions
     if args.length is not None and longest is not None and args.length > longest:
         raise ConfigError("--length", args.length, f"the model's longest sequence is {longest}", f"use {longest}")
@@ -103,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         told |= evaluation.by_depth(cfg, state, sample, args.batch, args.length)
         for line in by_depth(told):
             print(line)
-        if not args.json and (Path(args.path) / "config.yaml").is_file():
+        if not args.json and not args.ema and (Path(args.path) / "config.yaml").is_file():
             args.json = str(Path(args.path) / evaluation.NAME)
     _write_json(args, told)
     return 0

@@ -35,6 +35,9 @@ def add_parser(commands: Commands) -> None:
         "--dtype", choices=("float32", "bfloat16", "float16"), help="number format; default: the checkpoint's"
     )
     parser.add_argument(
+        "--ema", action="store_true", help="the moving average of the weights (optimizer.ema_decay), in FP32"
+    )
+    parser.add_argument(
         "--refit", metavar="PREFIX",
         help="for a model with a budget (ponder.options.target): a held-out dataset of `megaponder prepare`, on which "
         "the threshold is set so that tokens spend the budget in the mean",
@@ -81,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
             force=args.force,
             tolerance=args.tolerance,
             refit=refit,
+            ema=args.ema,
         )
     )
     return 0

@@ -27,7 +27,8 @@ from megaponder.config.fields import sections
 from megaponder.errors import UserError
 
 COMMANDS = (
-    "demo", "prepare", "plan", "train", "watch", "replay", "eval", "compare", "generate", "inspect", "export", "import",
+    "demo", "prepare", "plan", "train", "branch", "average", "watch", "replay", "eval", "compare", "generate",
+    "inspect", "export", "import",
 )  # fmt: skip
 """In the order in which a newcomer needs them."""
 

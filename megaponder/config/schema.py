@@ -139,6 +139,8 @@ class OptimizerConfig:
     """Decoupled decay of matrices and embeddings; biases and norms are never decayed."""
     clip_grad: float = declare(1.0, ge=0, resume="warned")
     """Largest global gradient norm; 0 disables clipping."""
+    ema_decay: float = declare(0.0, ge=0, lt=1, resume="warned", aliases=("ema",))
+    """Decay of a moving average of the weights, kept in FP32 and in checkpoints (eval and export --ema); 0: none."""
 
 
 @dataclass
@@ -189,6 +191,8 @@ class TrainConfig:
     """Number of first steps in which only the method's own parameters (gates, routers) are trained."""
     method_lr: float | None = declare(None, gt=0, le=1, resume="warned")
     """Learning rate in these first steps; default: the schedule's."""
+    z_loss: float = declare(0.0, ge=0, le=1, resume="warned", aliases=("z_loss_weight", "z_loss_coeff"))
+    """Weight of a loss on the squared log of the softmax's normaliser, which keeps logits small; PaLM: 1e-4; 0: off."""
     seed: int = declare(1234, ge=0, resume="warned")
     """Seed of initialisation, data order and the method's random plan."""
     deterministic: bool = declare(False, compared=False)

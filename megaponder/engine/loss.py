@@ -2,6 +2,10 @@
 
     loss = lse - logit of the target,   lse = log sum_v exp(logit_v),   d loss / d logit = softmax - onehot
 
+A z-loss z * lse^2 (PaLM, arXiv 2204.02311) keeps the normaliser near 1.  It is in each token's gradient and not in
+its loss: where a method weighs the losses of several passes, each z-loss has the weight of its loss, and does
+not move the weights.
+
 All arithmetic is FP32; stored values and gradients have the dtype of the logits.  There are three reductions of [n, b]
 over the group, and no logit leaves its rank.
 
@@ -52,8 +56,10 @@ def probabilities(logits: Tensor, lse: Tensor, valid: int) -> Tensor:
 
 
 @fused
-def _gradient(logits: Tensor, lse: Tensor, target: Tensor, grad: Tensor, valid: int) -> Tensor:
+def _gradient(logits: Tensor, lse: Tensor, target: Tensor, grad: Tensor, valid: int, z: float) -> Tensor:
     p = masked((logits.float() - lse[..., None]).exp(), valid, 0.0)
+    if z:
+        p = p * (1 + 2 * z * lse)[..., None]
     hit = torch.arange(logits.shape[-1], device=logits.device) == target[..., None]
     return ((p - hit.float()) * grad[..., None]).to(logits.dtype)
 
@@ -67,23 +73,31 @@ def log_sum_exp(logits: Tensor, valid: int, group: dist.ProcessGroup) -> Tensor:
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, valid: int, group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, valid: int, group: dist.ProcessGroup, z: float
+    ) -> tuple[Tensor, Tensor]:
         lse = log_sum_exp(logits, valid, group)
         target = labels - group.rank() * logits.shape[-1]
         here = (target >= 0) & (target < logits.shape[-1])
         found = logits.gather(-1, target.where(here, torch.zeros_like(target))[..., None])[..., 0].float()
         found = all_reduce(found.where(here, torch.zeros_like(found)), dist.ReduceOp.SUM, group)
         ctx.save_for_backward(logits, lse, target)
-        ctx.valid = valid
-        return lse - found
+        ctx.valid, ctx.z = valid, z
+        ctx.mark_non_differentiable(lse)
+        return lse - found, lse
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, lse, target = ctx.saved_tensors
-        return _gradient(logits, lse, target, grad.contiguous(), ctx.valid), None, None, None
+        return _gradient(logits, lse, target, grad.contiguous(), ctx.valid, ctx.z), None, None, None, None
 
 
-def cross_entropy(logits: Tensor, labels_nb: Tensor, valid: int, group: dist.ProcessGroup) -> Tensor:
-    """FP32 loss of every token [n, b] from this rank's logits [n, b, V']."""
-    out: Tensor = _CrossEntropy.apply(logits, labels_nb, valid, group)
+def cross_entropy(
+    logits: Tensor, labels_nb: Tensor, valid: int, group: dist.ProcessGroup, z: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """FP32 loss of every token, and its lse without gradient, [n, b] each, from this rank's logits [n, b, V'].
+
+    `z`: the coefficient of the z-loss in the gradient.
+    """
+    out: tuple[Tensor, Tensor] = _CrossEntropy.apply(logits, labels_nb, valid, group, z)
     return out

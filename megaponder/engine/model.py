@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 
 
 Hook = Callable[[Tensor], Tensor]
+Z_LOSS = "loss_z"
+"""Training statistic: the z-loss of the logits that the last pass reads."""
 LOSS_OF_PASS = "loss_pass"
 """Evaluation statistic: the loss if the model read out an earlier pass."""
 
@@ -86,6 +88,9 @@ class PonderStage(MegatronModule):
         assert m.num_layers is not None
         self.num_layers = m.num_layers
         self.skip_halted = cfg.ponder.skip_halted
+        self.z_loss = cfg.train.z_loss
+        self.log_normaliser: Tensor | None = None
+        """Of the logits that were read last [n, b]."""
         self.row_multiple = 1 if cfg.precision.fp8 == "none" else FP8_ALIGNMENT
         """The number of rows of a pass must be a multiple of this, gathered or not."""
         self.places: int | None = None
@@ -336,7 +341,8 @@ class PonderStage(MegatronModule):
         """Cross entropy of every row, FP32 [n, b]."""
         logits, _ = self.output_layer(hidden_sbh, weight=self.head_weight() if self.tied else None)
         valid = self.vocab_size - self.groups.tp_rank * logits.shape[-1]
-        return loss.cross_entropy(logits, labels_nb, valid, self.groups.tp)
+        found, self.log_normaliser = loss.cross_entropy(logits, labels_nb, valid, self.groups.tp, self.z_loss)
+        return found
 
     def token_losses(self, hidden_sbh: Tensor, batch: MicroBatch) -> Tensor:
         """Cross entropy of every token, FP32 [n, b]."""
@@ -359,6 +365,9 @@ class PonderStage(MegatronModule):
         tools = StageExitTools(self, batch, step)
         losses_nb = self.token_losses(out.hidden, batch) if out.losses is None else tools.gather(out.losses)
         found = objective(out, losses_nb, tools, tokens)
+        if step is not None and self.z_loss:
+            assert self.log_normaliser is not None
+            found.sums[Z_LOSS] = self.z_loss * (self.log_normaliser.square() * tools.full_mask_nb).sum() / tokens
         for name, losses_nb in state.exit.items():
             if name.startswith(LOSS_OF_PASS):
                 found.sums[name] = (losses_nb * tools.full_mask_nb).sum() / tokens

@@ -26,7 +26,7 @@ from megaponder.engine.capture import Captures
 from megaponder.engine.chunks import PassChunk, Runner, Step
 from megaponder.engine.groups import Groups
 from megaponder.engine.message import rider_width
-from megaponder.engine.model import PonderStage, is_watched, loss_of_pass
+from megaponder.engine.model import Z_LOSS, PonderStage, is_watched, loss_of_pass
 from megaponder.engine.overlap import Arrivals
 from megaponder.engine.p2p import PassCommunicator, receive_orders
 from megaponder.engine.stash import PassState, Stash
@@ -47,6 +47,8 @@ class StepOutput:
     """Passes that the step ran."""
     by_token: Tensor | None = field(default=None, compare=False)
     """Evaluation of a method with halting: `Objective.by_token` of the global batch, on the CPU."""
+    z_loss: float = 0.0
+    """In the gradient beside the loss, and not in it."""
     empty: int = field(default=0, compare=False)
     """Micro-batches of the global batch in which no target counts."""
 
@@ -216,6 +218,8 @@ class Engine:
             names += depth.names(method.max_depth())
         if run.number is None:
             names += [loss_of_pass(p) for p in run.passes if is_watched(p, method)]
+        elif self.stage.z_loss:
+            names.append(Z_LOSS)
         total = torch.zeros(len(names), dtype=torch.float64, device=self.groups.device)
         for sums in run.sums:
             total += torch.stack([sums[k].double() if k in sums else total.new_zeros(()) for k in names])
@@ -227,7 +231,8 @@ class Engine:
             total = torch.where(own, part, total)
         self._share(total)
         values = dict(zip(names, total.tolist(), strict=True))
-        out = StepOutput(values.pop("loss"), values.pop("aux"), tokens, values)
+        z_loss = values.pop(Z_LOSS, 0.0)
+        out = StepOutput(values.pop("loss"), values.pop("aux"), tokens, values, z_loss=z_loss)
         if not tokens:
             out.loss, out.aux, out.stats = math.nan, math.nan, {}
         if run.number is None and method.halts:

@@ -100,6 +100,7 @@ def export(
     shard_bytes: int = folder.SHARD_BYTES,
     tolerance: float = 1e-4,
     refit: Refit | None = None,
+    ema: bool = False,
 ) -> Exported:
     """Write the Hugging Face folder `out` of a checkpoint (or of a run's newest one).
 
@@ -111,14 +112,14 @@ def export(
     cache, are compared with the checkpoint's own forward (FP32, one process) before it is published.  If
     decoding computes exactly what a forward approximates (PonderLM-2 and PonderLM-3), the cached logits are compared
     with those of a close enough approximation.  `refit` (`inference.refit`) may replace the threshold of a budget; what
-    it tells is in config.json and the model card.
+    it tells is in config.json and the model card.  `ema`: the moving average of the weights.
     Raises UserError if they differ by more than `tolerance` of the largest logit, if `target` cannot compute the same,
     or if `out` exists.
     """
     require_transformers("megaponder export")
     reference.check_tolerance(tolerance)
     source = locate(checkpoint)
-    cfg, state = read_weights(source)
+    cfg, state = read_weights(source, ema)
     compose.decoding_class(cfg.ponder.method)  # raises its error first
     dtype = dtype or str(state["embedding.word_embeddings.weight"].dtype).removeprefix("torch.")
     refitted = None if refit is None else refit(cfg, state, dtype_of(dtype))

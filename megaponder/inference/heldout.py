@@ -85,13 +85,18 @@ def together(scores: Sequence[Score]) -> Score:
     )
 
 
-def read_model(path: str | Path) -> tuple[RunConfig, dict[str, Tensor]]:
-    """Configuration and weights of a checkpoint, of a run's newest one, or of an export (or other) folder."""
+def read_model(path: str | Path, ema: bool = False) -> tuple[RunConfig, dict[str, Tensor]]:
+    """Configuration and weights of a checkpoint, of a run's newest one, or of an export (or other) folder.
+
+    `ema`: the moving average of the weights, which checkpoints may have.
+    """
     folder = Path(path)
     if not (folder / "config.json").is_file():
         from megaponder.checkpoint.weights import load_weights
 
-        return load_weights(folder)
+        return load_weights(folder, ema)
+    if ema:
+        raise UserError(f"--ema: {folder} is an export, which has no moving average; export the run with --ema.")
     from megaponder.export import folder as hf_folder
     from megaponder.export import names
     from megaponder.export.from_hf import run_config, to_plain

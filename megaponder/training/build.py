@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron.core.optimizer import MegatronOptimizer
 
 from megaponder.backbone.parts import implementations
+from megaponder.checkpoint.ema import Ema
 from megaponder.checkpoint.save import Saver
 from megaponder.checkpoint.state import TrainState
 from megaponder.config.budget import last_step
@@ -55,6 +56,8 @@ class Run:
     engine: Engine
     """Forward and backward of a global batch."""
     optimizer: MegatronOptimizer
+    ema: Ema | None
+    """Moving average of the weights."""
     schedule: Schedule
     """Learning rate by step."""
     data: SameData
@@ -103,6 +106,7 @@ def build(cfg: RunConfig, groups: Groups, stack: ExitStack) -> Run:
     engine = build_engine(built, method, groups)
     starting("optimizer")
     optimizer = build_optimizer(cfg, engine.ddp)
+    ema = Ema(optimizer, cfg.optimizer.ema_decay) if cfg.optimizer.ema_decay else None
     starting("monitor")
     monitor = Monitor(cfg, total, setup.costs(cfg, method, groups.world_size), groups.logs(), clock)
     faults = Faults(cfg.faults, folder, monitor.say, groups.device)
@@ -110,15 +114,13 @@ def build(cfg: RunConfig, groups: Groups, stack: ExitStack) -> Run:
     stragglers = Stragglers(cfg.faults.straggler_ratio, groups.device)
 
     starting("checkpoint")
-    state = resume(cfg, engine.stage, optimizer, data, monitor.say)
+    state = resume(cfg, engine.stage, optimizer, data, monitor.say, ema)
     total = monitor.total = last_step(cfg, state.step, state.sequences, state.tokens)
     schedule = build_schedule(cfg.schedule, cfg.optimizer, total)
     starting("data")
     batches = Batches(cfg, total, state, faults.record, groups, data.opened)
     starting("checkpoint")
-    saver = Saver(
-        folder / "checkpoints", cfg, engine.stage, optimizer, data.stored(), state.step, published=monitor.saved
-    )
+    saver = Saver(folder / "checkpoints", cfg, engine.stage, optimizer, data.stored(), state.step, monitor.saved, ema)
     starting("monitor")
     on_first_rank(lambda: setup.write_config(cfg))
     data.write(folder)
@@ -142,6 +144,6 @@ def build(cfg: RunConfig, groups: Groups, stack: ExitStack) -> Run:
     profile.expect(total - state.step)
     canary = Canary(cfg, engine, monitor.say)
     return Run(
-        cfg, total, state, engine, optimizer, schedule, data, batches, clock, stop, canary, faults, saver, monitor,
+        cfg, total, state, engine, optimizer, ema, schedule, data, batches, clock, stop, canary, faults, saver, monitor,
         report, Spent(cfg, method), profile, who,
     )  # fmt: skip

@@ -60,6 +60,8 @@ def loop(run: Run) -> int:
             norm = gradient_norm(optimizer)
             if faults.takes(before, out, norm):
                 update(optimizer, norm)
+                if run.ema is not None:
+                    run.ema.update()
                 engine.settle(out, step)
 
         clock.enter("report")

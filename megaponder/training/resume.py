@@ -11,6 +11,7 @@ from megatron.core.transformer.module import MegatronModule
 from megaponder import files
 from megaponder.checkpoint import agree, folder, restore
 from megaponder.checkpoint.choose import Choice
+from megaponder.checkpoint.ema import Ema
 from megaponder.checkpoint.state import TrainState, load_saved_config, load_state
 from megaponder.config.schema import RunConfig
 from megaponder.errors import ConfigError, UserError
@@ -20,7 +21,12 @@ from megaponder.training.setup import refuse_other_model
 
 
 def resume(
-    cfg: RunConfig, stage: MegatronModule, optimizer: MegatronOptimizer, data: SameData, say: Callable[[str], None]
+    cfg: RunConfig,
+    stage: MegatronModule,
+    optimizer: MegatronOptimizer,
+    data: SameData,
+    say: Callable[[str], None],
+    ema: Ema | None = None,
 ) -> TrainState:
     """Load what checkpoint.resume and checkpoint.load request and report which it was.  All ranks call this."""
     root = Path(cfg.run) / "checkpoints"
@@ -30,7 +36,7 @@ def resume(
         raise ConfigError("checkpoint.resume", "never", f"{root} contains checkpoints of an earlier run", fix)
     choice = agree.choose(root)
     if choice.path is not None:
-        return _continue(cfg, choice, stage, optimizer, data, say)
+        return _continue(cfg, choice, stage, optimizer, data, say, ema)
     if choice.skipped:
         raise UserError(
             f"No checkpoint in {root} is intact: {' '.join(choice.sentences())} Restore one from a copy, or move them "
@@ -42,7 +48,7 @@ def resume(
         path = agree.locate(cfg.checkpoint.load)
         for warning in on_first_rank(lambda: refuse_other_model(cfg, path, weights_only=True)):
             say(warning)
-        fresh, left = restore.load(path, stage, optimizer)
+        fresh, left = restore.load(path, stage, optimizer, ema)
         new = f"; newly initialised: {', '.join(fresh)}" if fresh else ""
         old = f"; ignored, since {cfg.ponder.method} does not use them: {', '.join(left)}" if left else ""
         say(f"Starting from the weights of {path}{new}{old}.")
@@ -56,6 +62,7 @@ def _continue(
     optimizer: MegatronOptimizer,
     data: SameData,
     say: Callable[[str], None],
+    ema: Ema | None,
 ) -> TrainState:
     path = choice.path
     assert path is not None
@@ -66,7 +73,7 @@ def _continue(
     for sentence in choice.sentences():
         say(sentence)
     try:
-        state = restore.resume(path, stage, optimizer)
+        state = restore.resume(path, stage, optimizer, ema)
     except restore.OtherModelError as error:
         saved, now = load_saved_config(path).ponder.options, cfg.ponder.options
         if saved == now:

@@ -30,7 +30,7 @@ def roll_back(run: Run) -> None:
     path = choice.path
     faults.rolled_back(on_first_rank(lambda: load_state(path)[0].step))
     with whole_parameters(run.engine):
-        run.state = restore.resume(path, run.engine.stage, run.optimizer)
+        run.state = restore.resume(path, run.engine.stage, run.optimizer, run.ema)
     run.saver.newest = run.state.step
     run.batches.restart(run.state)
     run.monitor.close()

@@ -28,7 +28,7 @@ from tests.training import datasets
 
 FOLDER = Path(__file__).resolve().parents[2] / "launch" / "monitoring"
 BOARD = FOLDER / "grafana" / "megaponder.json"
-EMPTY = re.compile(r"DCGM_|cuda_|jacobi|expected_passes|auxiliary_loss|straggler|fp8|validation_pass")
+EMPTY = re.compile(r"DCGM_|cuda_|jacobi|expected_passes|auxiliary_loss|z_loss|straggler|fp8|validation_pass")
 """What a CPU run of one rank and this method has no values for."""
 needs_prometheus = pytest.mark.skipif(
     not (shutil.which("prometheus") and shutil.which("promtool")), reason="prometheus and promtool are not installed"

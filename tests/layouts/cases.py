@@ -290,6 +290,7 @@ def run_config(case: Case, layout: Layout) -> RunConfig:
     cfg.ponder.method, cfg.ponder.options, cfg.ponder.skip_halted = case.method, dict(case.options), case.skip
     cfg.data.sequence_length = LENGTH
     cfg.train.steps, cfg.train.global_batch, cfg.train.micro_batch = 1, SEQUENCES, layout.batch
+    cfg.train.z_loss = 0.02  # in every case: what is without it is compared with official code
     cfg.model.init_std = 0.2  # far from the linear regime, so that every path matters in the gradients
     cfg.parallel = ParallelConfig(
         tensor=layout.tensor,

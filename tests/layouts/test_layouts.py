@@ -51,7 +51,7 @@ def test_layout_changes_nothing(results: Any, case: str, layout: str) -> None:
     expected = assemble([reference], gated)
     ranks = results[layout][case]
     for rank in ranks:
-        for key in ("loss", "aux", *(["eval"] if rank["eval"] is not None else [])):
+        for key in ("loss", "aux", "z", *(["eval"] if rank["eval"] is not None else [])):
             assert rank[key] == pytest.approx(reference[key], rel=RTOL, abs=ATOL), key
         assert rank["stats"] == pytest.approx(reference["stats"], rel=RTOL, abs=ATOL)
         if rank["eval"] is not None:

@@ -139,14 +139,17 @@ def test_float64_oracle(name: str) -> None:
     engine.zero_grad()
     out = engine.forward_backward([batch], 0, train=True)
     loss, grads = oracle.loss_and_gradients(
-        batch.ids_bn, batch.labels_bn, batch.loss_mask_bn, case.method, case.options
+        batch.ids_bn, batch.labels_bn, batch.loss_mask_bn, case.method, case.options, cfg.train.z_loss
     )
     assert out.loss == pytest.approx(float(loss), rel=RTOL)
+    trained = [
+        oracle.run(ids, case.method, case.options, labels)
+        for ids, labels in zip(batch.ids_bn, batch.labels_bn, strict=True)
+    ]
+    squares = torch.stack([r.logits for r in trained]).detach().logsumexp(-1) ** 2
+    z_loss = cfg.train.z_loss * float((squares * batch.loss_mask_bn).sum() / out.tokens)
+    assert out.z_loss == pytest.approx(z_loss, rel=RTOL) and z_loss > 0
     if method.halts:
-        trained = [
-            oracle.run(ids, case.method, case.options, labels)
-            for ids, labels in zip(batch.ids_bn, batch.labels_bn, strict=True)
-        ]
         depth = torch.stack([r.depth for r in trained]).float()  # type: ignore[misc]
         assert out.stats["depth"] == pytest.approx(float((depth * batch.loss_mask_bn).sum() / out.tokens), rel=RTOL)
         adapts = case.options.get("router") != "none" or "target" in case.options

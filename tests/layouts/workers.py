@@ -92,6 +92,7 @@ def run_layout(layout: str, cases: list[str]) -> dict[str, Any]:
             "place": place,
             "loss": out.loss,
             "aux": out.aux,
+            "z": out.z_loss,
             "stats": out.stats,
             "eval": evaluated,
             "eval_stats": eval_stats,

@@ -64,7 +64,8 @@ def ouro(o: Oracle, ids: Tensor, options: dict[str, Any], labels: Tensor | None)
         judges = torch.stack(gates[:-1] if options["judges"] == "next" else gates[1:])
         return (F.binary_cross_entropy_with_logits(-judges, target, reduction="none").mean(0) * mask).sum()
 
-    return Result(logits[-1], objective=objective)
+    each = torch.stack([z.logsumexp(-1) ** 2 for z in logits])  # weighed as the cross entropies are, by given weights
+    return Result(logits[-1], objective=objective, squares=0 * each[0] if second else (p.detach() * each).sum(0))
 
 
 def nanbeige(o: Oracle, ids: Tensor, options: dict[str, Any], labels: Tensor | None) -> Result:

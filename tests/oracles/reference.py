@@ -29,6 +29,8 @@ class Result:
     """Auxiliary loss, a sum over the tokens of a mask [n]."""
     objective: Callable[[Tensor], Tensor] | None = None
     """The same of the loss that replaces the cross entropy in the gradients."""
+    squares: Tensor | None = None
+    """Squared log normaliser of each token [n], where it is not that of `logits`."""
 
 
 def causal(n: int) -> Tensor:
@@ -212,9 +214,9 @@ class Oracle:
         return self.norm(x, "final_norm") @ self.head.T
 
     def loss_and_gradients(
-        self, ids_bn: Tensor, labels_bn: Tensor, mask_bn: Tensor, method: str, options: dict[str, Any]
+        self, ids_bn: Tensor, labels_bn: Tensor, mask_bn: Tensor, method: str, options: dict[str, Any], z: float
     ) -> tuple[Tensor, Weights]:
-        """Mean cross entropy over the valid targets of the batch, and the gradient of every weight."""
+        """Mean cross entropy over the valid targets of the batch, and the gradient of every weight, z-loss included."""
         total, objective = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
         aux = torch.zeros((), dtype=torch.float64)
         for ids, labels, mask in zip(ids_bn, labels_bn, mask_bn, strict=True):
@@ -224,6 +226,8 @@ class Oracle:
             objective = objective + ((losses * mask).sum() if result.objective is None else result.objective(mask))
             if result.cost is not None:
                 aux = aux + result.cost(mask)
+            squares = result.logits.logsumexp(-1) ** 2 if result.squares is None else result.squares
+            aux = aux + z * (squares * mask).sum()
         loss = total / mask_bn.sum()
         grads = torch.autograd.grad((objective + aux) / mask_bn.sum(), list(self.w.values()), allow_unused=True)
         return loss.detach(), {

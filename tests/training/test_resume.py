@@ -61,7 +61,8 @@ def test_the_uninterrupted_run_is_what_the_others_rely_on(base: Base):
 
 
 def test_same_layout_is_exact_right_at_an_epochs_edge(base: Base):
-    jobs = [base.copy("same"), base.copy("same-late", upto=6) | {"checkpoint__asynchronous": True}]
+    late = {"checkpoint__asynchronous": True, "checkpoint__every": 1}
+    jobs = [base.copy("same"), base.copy("same-late", upto=6) | late]
     _, output = run("run_many", 1, jobs=jobs)
     for name in ("same", "same-late"):
         assert_overlays(base, name, exact=True)
@@ -71,6 +72,19 @@ def test_same_layout_is_exact_right_at_an_epochs_edge(base: Base):
     weights = [load_weights(base.root / n / "checkpoints" / "step_00000008")[1] for n in ("whole", "same", "same-late")]
     for name, tensor in weights[0].items():
         assert all((other[name] == tensor).all() for other in weights[1:]), name
+    assert_moving_average(base, "same-late", 6)
+
+
+def assert_moving_average(base: Base, name: str, step: int, dtype: str = "") -> None:
+    """The average of a checkpoint follows from that of the step before and the weights, the FP32 ones."""
+    before, after = (everything(folder.final(base.root / name / "checkpoints", s)) for s in (step, step + 1))
+    names = [n.removeprefix("optimizer.ema.") for n in after if n.startswith("optimizer.ema.")]
+    assert sorted(names) == sorted(n for n in after if not n.startswith(reader.BESIDES))
+    for n in names:
+        weight = after[f"optimizer.state.param.{n}"] if dtype == "bf16" else after[n]
+        want = 0.75 * before[f"optimizer.ema.{n}"].astype(np.float64) + 0.25 * weight.astype(np.float64)
+        np.testing.assert_allclose(after[f"optimizer.ema.{n}"], want, rtol=1e-6, atol=1e-9, err_msg=n)
+        assert (after[f"optimizer.ema.{n}"] != weight).any(), n
 
 
 def test_another_batch_goes_on_behind_what_was_consumed(base: Base):
@@ -150,10 +164,12 @@ def test_one_process_continues_what_any_layout_saved(base: Base, resharded: str)
 def test_bf16_keeps_its_master_weights(base: Base):
     bf16 = {"precision__dtype": "bf16"}
     run("run_many", 1, jobs=[{"run": str(base.root / "bf16"), "data": base.data} | bf16])
-    run("run_many", 1, jobs=[base.copy("bf16-same", source="bf16") | bf16])
+    run("run_many", 1, jobs=[base.copy("bf16-same", source="bf16") | bf16 | {"checkpoint__every": 1}])
+    assert_moving_average(base, "bf16-same", 4, "bf16")
     assert series(base.rows("bf16-same")) == series(base.rows("bf16"))
     distributed = bf16 | {"parallel__distributed_optimizer": True}
-    run("run_many", 2, jobs=[base.copy("bf16-distopt", source="bf16") | distributed])
+    run("run_many", 2, jobs=[base.copy("bf16-distopt", source="bf16") | distributed | {"checkpoint__every": 1}])
+    assert_moving_average(base, "bf16-distopt", 4, "bf16")
     run("run_many", 1, jobs=[base.copy("bf16-back", source="bf16-distopt", upto=6) | bf16])
     # masters become the parameters of an FP32 run, and the parameters of one become masters
     run("run_many", 1, jobs=[base.copy("bf16-to-fp32", source="bf16"), base.copy("fp32-to-bf16") | bf16])
@@ -199,7 +215,8 @@ def everything(path) -> dict[str, np.ndarray]:
 
 def test_every_moment_survives_every_layout(base: Base, resharded: str):
     whole = everything(folder.final(base.run / "checkpoints", 6))
-    assert sum(n.startswith("optimizer.state.exp_avg_sq.") for n in whole) == len(whole) // 3
+    for prefix in ("state.exp_avg_sq.", "ema."):  # beside the other moments and the parameters
+        assert sum(n.startswith(f"optimizer.{prefix}") for n in whole) == len(whole) // 4
     for layout in LAYOUTS:
         other = everything(folder.final(base.root / layout / "checkpoints", 6))
         assert set(other) == set(whole), layout

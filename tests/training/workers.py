@@ -16,7 +16,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     },
     "ponder": {"method": "loop", "options": {}},
     "data": {"sequence_length": 16, "eod_id": 0},
-    "optimizer": {"lr": 1e-2},
+    "optimizer": {"lr": 1e-2, "ema_decay": 0.75},
     "schedule": {"warmup_fraction": 0.2},
     "train": {"steps": 8, "global_batch": 4, "micro_batch": 1, "eval_every": 4, "eval_batches": 2},
     "checkpoint": {"every": 3, "keep_last": 10},
@@ -56,6 +56,30 @@ def run_many(jobs: list[dict[str, Any]]) -> None:
         from megaponder.training.loop import run
 
         run(cfg, groups)
+
+
+def run_files(paths: list[str]) -> None:
+    """`run_many` of configuration files."""
+    from megaponder.config.load import load_config
+    from megaponder.engine import groups as process_groups
+    from megaponder.training import setup
+
+    for path in paths:
+        cfg = setup.complete(load_config(path))
+        groups = process_groups.init(cfg)
+        from megaponder.training.loop import run
+
+        run(cfg, groups)
+
+
+def average_and_export(run: str, last: int) -> None:
+    """What `megaponder average` and `export --ema` write of a run, into folders beside it."""
+    from megaponder.export.average import average
+    from megaponder.export.to_hf import export
+
+    print(average(run, f"{run}-mean", last=last))
+    print(average(run, f"{run}-ema", ema=True))
+    export(run, f"{run}-hf", ema=True)
 
 
 def refusals(jobs: list[dict[str, Any]]) -> list[str]:
