@@ -1,0 +1,302 @@
+"""What decoding costs: by depth, against the memory's copy rate, and against the export in eager transformers.
+
+    python -m benchmarks.decoding depth                                 on a CPU, 410M
+    python -m benchmarks.decoding depth copy queue --sizes 1.4b 7b      on a GPU
+
+depth   time and FLOPs saved where 30, 50 and 70 % of a token's passes are left out, in prompts and in decoding, and the
+        bytes of keys and values; all rows alternate within one run, and medians are shown
+copy    a model of four fixed passes, one text: bytes of weights read a second against the rate of a plain copy
+queue   tokens a second of a queue of four batches, against the export's `generate` in transformers, batch after batch
+
+The model has random weights; the depth of each token is set with `pruned_ponderlm`, so that it is exact.  Writes
+decoding-<device>.{json,md} into the folder of results.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from copy import copy
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.command import add_output, number, parser, script, write
+from benchmarks.report import origin
+from megaponder.decoding.cache import PonderCache
+from megaponder.export.modeling_megaponder import MegaponderConfig, MegaponderForCausalLM
+from megaponder.inference.batching import DepthBatch
+from megaponder.inference.fp8 import quantise
+
+SIZES = {
+    "tiny": (2, 64, 4, 176),
+    "410m": (24, 1024, 16, 2752),
+    "1.4b": (24, 2048, 32, 5504),
+    "7b": (32, 4096, 32, 11008),
+}
+"""Llama shapes: layers, width, heads, width of the MLP."""
+DEPTHS = (4.0, 2.8, 2.0, 1.2)
+"""Mean depths of four passes: none, 30, 50 and 70 % of them left out."""
+GPU = torch.cuda.is_available()
+
+
+def build(size: str, method: str, options: dict[str, Any], dtype: str, vocab: int) -> Any:
+    """A Llama of random weights with the method."""
+    layers, width, heads, inner = SIZES[size]
+    config = MegaponderConfig(
+        family="llama", method=method, method_options=options, vocab_size=vocab, hidden_size=width,
+        num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=inner, embedding_scale=width**0.5,
+        max_position_embeddings=4096,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device("cuda" if GPU else "cpu"):
+        net = MegaponderForCausalLM(config)
+    net = net.to(torch.float32 if dtype == "fp32" else torch.bfloat16).eval()
+    if dtype == "fp8":
+        quantise(net)
+    return net
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Seconds, with the GPU's work ended."""
+    if GPU:
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    work()
+    if GPU:
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def flops(net: Any, tokens: int, rows: float, keys: float) -> float:
+    """Of `rows` row-passes of `tokens` tokens that read `keys` keys each; a mixture before each deeper pass."""
+    c = net.config
+    layer = 4 * c.hidden_size * c.num_attention_heads * c.head_size + 3 * c.hidden_size * c.intermediate_size
+    attention = 2 * c.num_attention_heads * c.head_size * keys
+    table = c.vocab_size * c.hidden_size
+    return 2.0 * (rows * c.num_hidden_layers * (layer + attention) + (rows - tokens) * 2 * table + tokens * table)
+
+
+def texts(count: int, shortest: int, longest: int, vocab: int) -> list[list[int]]:
+    """Random prompts whose lengths differ."""
+    draw = torch.Generator().manual_seed(1)
+    lengths = [shortest + (5 * i) % (longest - shortest + 1) for i in range(count)]
+    return [torch.randint(1, vocab, (n,), generator=draw).tolist() for n in lengths]
+
+
+def by_depth(size: str, dtype: str, args: Any) -> list[dict[str, Any]]:
+    """Prompts and decoding at each batch and depth."""
+    nets = {DEPTHS[0]: build(size, "pruned_ponderlm", {"steps": 3, "depth": DEPTHS[0]}, dtype, args.vocab)}
+    for depth in DEPTHS[1:]:
+        nets[depth] = with_depth(nets[DEPTHS[0]], depth)
+    rows = []
+    for batch in args.batches:
+        length = max(args.prompt // batch, 8)
+        prompt = torch.tensor(texts(batch, length, length, args.vocab), device="cuda" if GPU else "cpu")
+        works: dict[tuple[str, float], Callable[[], dict[str, float]]] = {}
+        for depth, net in nets.items():
+            works["prompt", depth] = partial(read, net, prompt)
+            engine = DepthBatch(net, rows=batch, tokens=max(256, args.new + 16))
+            works["decode", depth] = partial(write_texts, engine, batch, args)
+        times: dict[tuple[str, float], list[float]] = {key: [] for key in works}
+        done: dict[tuple[str, float], dict[str, float]] = {}
+        for i in range(args.rounds + 1):
+            for key, work in works.items():
+                spent = timed(partial(keep_result, done, key, work))
+                if i:
+                    times[key].append(spent)
+        for (what, depth), measured in times.items():
+            whole, found = done[what, DEPTHS[0]], done[what, depth]
+            before, after = statistics.median(times[what, DEPTHS[0]]), statistics.median(measured)
+            rows.append(
+                {"size": size, "dtype": dtype, "what": what, "batch": batch, "depth": found["rows"] / found["tokens"],
+                 "halted": 1 - found["rows"] / whole["rows"], "seconds": after,
+                 "tokens_s": found["tokens"] / after, "flops_saved": 1 - found["flops"] / whole["flops"],
+                 "time_saved": 1 - after / before, "bytes": found.get("bytes"), "needed_bytes": found.get("needed")}
+            )  # fmt: skip
+            print(rows[-1], flush=True)
+    return rows
+
+
+def keep_result(done: dict[Any, Any], key: Any, work: Callable[[], Any]) -> None:
+    """Run `work` and note what it returns."""
+    done[key] = work()
+
+
+def with_depth(net: Any, depth: float) -> Any:
+    """The same weights at another mean depth."""
+    other = copy(net)
+    other.ponder = copy(net.ponder)
+    other.ponder.options = {**net.ponder.options, "depth": depth}
+    return other
+
+
+@torch.no_grad()
+def read(net: Any, ids: torch.Tensor) -> dict[str, float]:
+    """A forward over prompts [b, n] that fills a cache."""
+    cache = PonderCache(net.config.num_hidden_layers)
+    net(ids, past_key_values=cache, logits_to_keep=1)
+    c, slots = net.config, cache.slots
+    assert slots is not None
+    needed = slots.used * c.num_hidden_layers * 2 * c.num_key_value_heads * c.head_size * slots.keys[0].element_size()
+    work = flops(net, ids.numel(), slots.used, ids.shape[1] / 2)
+    return {"rows": slots.used, "tokens": ids.numel(), "flops": work, "bytes": slots.bytes, "needed": needed}
+
+
+def write_texts(engine: DepthBatch, batch: int, args: Any) -> dict[str, float]:
+    """Short prompts and `new` tokens after each, in a queue of two batches."""
+    counts, before = engine.counts, (engine.counts.rows, engine.counts.prompt_rows)
+    prompts = texts(2 * batch, 1, 8, args.vocab)
+    found = engine.run(prompts, args.new)
+    rows = sum(sum(x.depths) for x in found)
+    assert rows <= counts.rows - before[0] + counts.prompt_rows - before[1]
+    tokens = sum(len(x.depths) for x in found)
+    slots = engine.slots
+    each = slots.bytes / slots.keys[0].shape[0]
+    return {
+        "rows": rows, "tokens": tokens, "flops": flops(engine.model, tokens, rows, args.new / 2),
+        "bytes": counts.most_pages * 16 * each, "needed": counts.most_slots * each,
+    }  # fmt: skip
+
+
+def copy_rate() -> float:
+    """Bytes read and written a second by a copy within the device."""
+    size = (1 << 32) if GPU else (1 << 28)
+    a = torch.empty(size, dtype=torch.uint8, device="cuda" if GPU else "cpu").zero_()
+    b = torch.empty_like(a)
+    b.copy_(a)
+    return 2 * size / min(timed(lambda: b.copy_(a)) for _ in range(5))
+
+
+def against_copy(size: str, dtype: str, args: Any) -> dict[str, Any]:
+    """One text of a model with four fixed passes."""
+    rate = copy_rate()
+    net = build(size, "loop", {"extra_passes": 3}, dtype, args.vocab)
+    engine, prompt = DepthBatch(net, rows=1, tokens=256), texts(1, 16, 16, args.vocab)
+    engine.run(prompt, args.new)
+    seconds = statistics.median(timed(lambda: engine.run(prompt, args.new)) for _ in range(args.rounds))
+    weights = sum(x.numel() * x.element_size() for layer in net.model.layers for x in layer.state_dict().values())
+    head = net.lm_head.weight
+    read = 4 * weights + head.numel() * head.element_size()  # the head is needed once a token
+    row = {"size": size, "dtype": dtype, "ms_a_token": 1e3 * seconds / args.new, "copy_tb_s": rate / 1e12,
+           "read_tb_s": read * args.new / seconds / 1e12, "of_copy": read * args.new / seconds / rate}  # fmt: skip
+    print(row, flush=True)
+    return row
+
+
+def against_export(size: str, dtype: str, method: str, options: dict[str, Any], args: Any) -> dict[str, Any]:
+    """Four batches of 32 prompts: in a queue here, and one batch after the other by the export's `generate`."""
+    net, batch = build(size, method, options, dtype, args.vocab), max(args.batches)
+    prompts = texts(4 * batch, 8, 24, args.vocab)
+    engine = DepthBatch(net, rows=batch, tokens=256)
+    engine.run(prompts, args.new)
+    here = statistics.median(timed(lambda: engine.run(prompts, args.new)) for _ in range(args.rounds))
+    longest = max(map(len, prompts))
+    padded = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=net.device)
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=net.device)
+
+    def batches(count: int) -> None:
+        for i in range(0, count * batch, batch):
+            net.generate(
+                padded[i : i + batch], attention_mask=mask[i : i + batch], max_new_tokens=args.new, do_sample=False,
+                eos_token_id=None, pad_token_id=0,
+            )  # fmt: skip
+
+    batches(1)
+    there = timed(lambda: batches(4))
+    new = len(prompts) * args.new
+    row = {"size": size, "dtype": dtype, "method": method, "options": options, "batch": batch, "here": new / here,
+           "export": new / there, "ratio": there / here}  # fmt: skip
+    print(row, flush=True)
+    return row
+
+
+def table(found: dict[str, list[dict[str, Any]]], args: Any) -> str:
+    """The Markdown report."""
+    lines = [f"# Decoding by depth\n\n{origin()}. Llama shapes, vocabulary {args.vocab:,}, random weights.\n"]
+    if rows := found["depth"]:
+        lines += [
+            f"Four passes at most. Prompts: {args.prompt} tokens in all, through the exported model's forward. "
+            f"Decoding: a queue of two batches of short prompts, {args.new} new tokens each. "
+            f"Median of {args.rounds} alternating rounds. "
+            "K/V: bytes held against the sum of depths (in decoding: with pages of 16 slots).\n",
+            "| model | | batch | depth | left out | tokens/s | FLOPs saved | time saved | time / FLOPs saved | K/V |",
+            "|---|---|---|---|---|---|---|---|---|---|",
+        ]
+        for r in rows:
+            share = f"{r['time_saved'] / r['flops_saved']:.2f}" if r["flops_saved"] > 0.01 else ""
+            lines.append(
+                f"| {r['size']} {r['dtype']} | {r['what']} | {r['batch']} | {r['depth']:.2f} | {r['halted']:.0%} | "
+                f"{r['tokens_s']:,.1f} | {r['flops_saved']:.1%} | {r['time_saved']:.1%} | {share} | "
+                f"{r['bytes'] / r['needed_bytes']:.3f} |"
+            )
+        lines.append("")
+    if rows := found["copy"]:
+        lines += [
+            "Four fixed passes (`loop`), one text: weights read against a copy (bytes read and written).\n",
+            "| model | ms a token | weights read TB/s | copy TB/s | share |",
+            "|---|---|---|---|---|",
+        ]
+        lines += [
+            f"| {r['size']} {r['dtype']} | {r['ms_a_token']:.2f} | {r['read_tb_s']:.2f} | {r['copy_tb_s']:.2f} | "
+            f"{r['of_copy']:.2f} |"
+            for r in rows
+        ] + [""]
+    if rows := found["queue"]:
+        lines += [
+            f"A queue of four batches, {args.new} new tokens each, against the export's `generate` in transformers.\n",
+            "| model | method | batch | tokens/s | export, eager | ratio |",
+            "|---|---|---|---|---|---|",
+        ]
+        lines += [
+            f"| {r['size']} {r['dtype']} | `{r['method']}` {r['options']} | {r['batch']} | {r['here']:,.0f} | "
+            f"{r['export']:,.0f} | {r['ratio']:.2f} |"
+            for r in rows
+        ] + [""]
+    return "\n".join(lines)
+
+
+@script
+def main(argv: list[str] | None = None) -> None:
+    options = parser("decoding", __doc__)
+    options.add_argument("parts", nargs="+", choices=("depth", "copy", "queue"), help="what to measure")
+    default = ["1.4b"] if GPU else ["410m"]
+    options.add_argument("--sizes", nargs="+", choices=SIZES, default=default, help="models; a queue runs the first")
+    formats = ("bf16", "fp8") if GPU else ("fp32", "bf16")
+    options.add_argument("--dtypes", nargs="+", choices=formats, default=[formats[0]], help="formats of the layers")
+    options.add_argument("--batches", nargs="+", type=number(1), default=[1, 8, 32], help="texts at once")
+    for name, kind, value, what in (
+        ("vocab", number(32), 50304, "vocabulary"),
+        ("prompt", number(8), 4096 if GPU else 256, "tokens of all prompts together"),
+        ("new", number(1), 64 if GPU else 8, "new tokens"),
+        ("rounds", number(1), 3, "timed rounds"),
+    ):
+        options.add_argument(f"--{name}", type=kind, default=value, help=f"{what}; default: {value}")
+    add_output(options)
+    args = options.parse_args(argv)
+    found: dict[str, list[dict[str, Any]]] = {"depth": [], "copy": [], "queue": []}
+    name = "decoding-cuda" if GPU else "decoding-cpu"
+
+    def keep(part: str, rows: list[dict[str, Any]]) -> None:
+        found[part] += rows
+        write(args.output, name, found, table(found, args))  # a run that is cut short leaves what it has
+        gc.collect()
+        if GPU:
+            torch.cuda.empty_cache()
+
+    for dtype in args.dtypes:
+        if "queue" in args.parts:
+            for method, chosen in (("loop", {"extra_passes": 3}), ("pruned_ponderlm", {"steps": 3, "depth": 2.0})):
+                keep("queue", [against_export(args.sizes[0], dtype, method, chosen, args)])
+        for size in args.sizes if "copy" in args.parts else ():
+            keep("copy", [against_copy(size, dtype, args)])
+        if "depth" in args.parts:
+            keep("depth", by_depth(args.sizes[0], dtype, args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

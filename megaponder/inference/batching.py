@@ -1,0 +1,456 @@
+"""Depth-wise batching: many texts at once, where every step runs one pass of every text, whichever pass that is.
+
+A row that halts takes its next token in the very next step, so no row waits for deeper ones, and a text that ends makes
+room for the next of the queue.  A row takes exactly one slot of keys and values a step: memory is the sum of depths, in
+pages.  Prompts run all but their last token beforehand, in chunks, each pass with the rows that go on.
+
+On a GPU the layer is compiled, steps are captured as CUDA graphs, by number of rows and of keys, and nothing waits for
+the host between looks at which texts have ended.
+
+Shapes: B rows (texts in work), P passes, T tokens of the longest text, n rows of a step, k keys.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaponder.decoding.backbone import rotary_tables, wide
+from megaponder.decoding.passes import View
+from megaponder.decoding.slots import Slots
+from megaponder.decoding.steps import State, Stepwise
+from megaponder.errors import UserError
+
+PAGE = 16
+"""Slots of a page."""
+KEYS = 256
+"""Captured steps read a multiple of so many keys."""
+LOOK = 8
+"""Steps on a GPU between looks at which texts have ended."""
+CHUNK = {"cuda": 4096, "cpu": 512}
+"""Rows of a prompt's pass."""
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What followed a prompt."""
+
+    tokens: list[int]
+    """New tokens, the end-of-document token included."""
+    depths: list[int]
+    """Passes that each token of prompt and continuation ran; the last one runs none."""
+
+
+@dataclass
+class Request:
+    """A prompt in the queue, with what was generated before it had to give way."""
+
+    number: int
+    text: list[int]
+    prompt: int
+    """Tokens of the prompt."""
+    most: int
+    """Tokens of the text at its longest."""
+    depths: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Counts:
+    """What the batching did."""
+
+    steps: int = 0
+    rows: int = 0
+    """Row-passes of steps."""
+    prompt_rows: int = 0
+    """Row-passes of prompts."""
+    preempted: int = 0
+    graphs: int = 0
+    most_slots: int = 0
+    """The most slots in use at once: the sum of depths."""
+    most_pages: int = 0
+
+
+class Pages(Slots):
+    """Slots in pages of a fixed pool; row B is a dump for rows that exist only to fill a captured step."""
+
+    def __init__(self, model: Any, rows: int, passes: int, tokens: int, pages: int, merge: bool):
+        device, config = model.device, model.config
+        super().__init__(0, merge, device=device)
+        self.table = torch.full((rows + 1, passes, tokens), -1, dtype=torch.long, device=device)
+        self.free = list(range(pages, 0, -1))  # page 0 is the dump's
+        self.owned: list[list[int]] = [[] for _ in range(rows)]
+        most = -(-passes * tokens // PAGE)
+        self.page = torch.zeros(rows + 1, most, dtype=torch.long, device=device)
+        """[B + 1, ...] pages of each row, in the order of its slots."""
+        self.cursor = [0] * rows
+        """Slots that each row has used."""
+        self.pass_of = torch.zeros((pages + 1) * PAGE, dtype=torch.int8, device=device)
+        """The pass that each slot belongs to."""
+        shape = ((pages + 1) * PAGE, config.num_key_value_heads, config.head_size)
+        for _ in range(config.num_hidden_layers):
+            self.keys.append(torch.zeros(shape, dtype=model.dtype, device=device))
+            self.values.append(torch.zeros(shape, dtype=model.dtype, device=device))
+
+    def reserve(self, row: int, slots: int) -> bool:
+        """Give a row pages for so many slots in all; False if there are not enough."""
+        lacking = min(-(-slots // PAGE), self.page.shape[1]) - len(self.owned[row])
+        if lacking > len(self.free):
+            return False
+        if lacking > 0:
+            new = [self.free.pop() for _ in range(lacking)]
+            begin = len(self.owned[row])
+            self.owned[row] += new
+            self.page[row, begin : begin + lacking] = torch.tensor(new, device=self.page.device)
+        return True
+
+    def release(self, row: int) -> None:
+        """Take a row's pages back."""
+        self.free += reversed(self.owned[row])
+        self.owned[row], self.cursor[row] = [], 0
+
+    def allot(self, index: int, seq: Tensor, token: Tensor, weight: Tensor | None = None) -> Tensor:
+        order = []
+        for row, count in zip(*(x.tolist() for x in torch.unique_consecutive(seq, return_counts=True)), strict=True):
+            order.append(torch.arange(self.cursor[row], self.cursor[row] + count, device=seq.device))
+            self.cursor[row] += count
+        at = torch.cat(order) if order else seq
+        slots = self.page[seq, at // PAGE] * PAGE + at % PAGE
+        self.pass_of[slots] = index
+        if self.merge:
+            self.table[seq, index, token] = slots
+        else:
+            self.table[seq, index:, token] = slots[:, None]
+        return slots
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        self.keys[layer].index_copy_(0, slots, k)
+        self.values[layer].index_copy_(0, slots, v)
+        return self.keys[layer], self.values[layer]
+
+
+@dataclass
+class OneEach(View):
+    """One row [1, n, H] of each of n texts, and where it reads and writes in one layer."""
+
+    k: Tensor
+    v: Tensor
+    slots: Tensor
+    """[n] new ones."""
+    table: Tensor
+    """[n, k] slots that each row may read, as far as `mask` [n, 1, 1, k] says."""
+
+    def join(self, entry: int, k: Tensor, v: Tensor, before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        self.k.index_copy_(0, self.slots, k[0].transpose(0, 1))
+        self.v.index_copy_(0, self.slots, v[0].transpose(0, 1))
+        return self.k[self.table].transpose(1, 2), self.v[self.table].transpose(1, 2), k, v
+
+    def spread(self, q: Tensor) -> Tensor:
+        return q.transpose(0, 2)
+
+    def collected(self, out: Tensor) -> Tensor:
+        return out.transpose(0, 2)
+
+
+def one_each(at: Tensor, k: Tensor, v: Tensor, slot: Tensor, found: Tensor, mask: Tensor) -> OneEach:
+    """The view of rows at positions `at` [n], with mask [n, k]."""
+    return OneEach(at[None], mask[:, None, None], None, None, k, v, slot, found)
+
+
+class Stack:
+    """The layers of a model over one row of each text; compiled once for all, with their weights as arguments."""
+
+    def __init__(self, model: Any, compiled: bool):
+        self.net = model.model
+        self.weights = [dict([*layer.named_parameters(), *layer.named_buffers()]) for layer in self.net.layers]
+        self.layer = self._layer if compiled else None
+        if compiled:
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+            options = {"coordinate_descent_tuning": True}  # a product with one row becomes a fused reduction
+            self.layer = torch.compile(self._layer, options=options if model.device.type == "cuda" else None)
+
+    def _layer(
+        self, weights: dict[str, Tensor], x: Tensor, tables: Any, at: Tensor, k: Tensor, v: Tensor, *where: Tensor
+    ) -> Tensor:
+        args = (x, tables, one_each(at, k, v, *where), 0)
+        out: Tensor = torch.func.functional_call(self.net.layers[0], weights, args)[0]
+        return out
+
+    def __call__(self, x: Tensor, at: Tensor, slots: Slots, *where: Tensor) -> Tensor:
+        """[n, H] of x [n, H], without the final norm."""
+        x, tables = x[None], rotary_tables(self.net.config, at[None], x.dtype)
+        for layer, weights, k, v in zip(self.net.layers, self.weights, slots.keys, slots.values, strict=True):
+            if self.layer is None:
+                x = layer(x, tables, one_each(at, k, v, *where), 0)[0]
+            else:
+                x = self.layer(weights, x, tables, at, k, v, *where)
+        return x[0]
+
+
+class DepthBatch:
+    """Continues texts with a model of `megaponder.decoding` whose method is `Stepwise`.
+
+    rows: texts in work at once.  tokens: of the longest text.  pages: of keys and values, 16 slots each; by default
+    enough for every row at full depth.  With fewer, texts give way when there are none left, and go on later.
+    graphs: capture steps as CUDA graphs; compiled: run layers through torch.compile (both by default on GPUs).
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        rows: int = 32,
+        tokens: int | None = None,
+        pages: int | None = None,
+        eos: int | None = None,
+        passes: int | None = None,
+        threshold: float | None = None,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        graphs: bool | None = None,
+        compiled: bool | None = None,
+    ):
+        method = model.ponder
+        if not isinstance(method, Stepwise):
+            raise UserError(f"method {method.name} cannot be batched by depth; its texts run as one padded batch.")
+        self.model, self.method = model, method.using({"passes": passes, "threshold": threshold})
+        for name in ("gates", "budget", "router"):  # computed in FP32: cast once instead of in every step
+            if name in model.method and model.dtype.itemsize < 4:
+                model.method[name].float()
+        self.rows, self.eos, self.sampling = rows, eos, (temperature, top_k, top_p)
+        self.tokens = model.config.max_position_embeddings if tokens is None else tokens
+        self.deepest, self.counts = self.method.deepest(), Counts()
+        cuda = model.device.type == "cuda"
+        self.graphs = cuda if graphs is None else graphs
+        self.look, self.chunk = (LOOK, CHUNK["cuda"]) if cuda else (1, CHUNK["cpu"])
+        each = -(-self.tokens * self.deepest // PAGE)
+        pages = rows * each if pages is None else pages
+        self.slots = Pages(model, rows, self.deepest, self.tokens, pages, method.merge)
+        self._stack = Stack(model, cuda if compiled is None else compiled)
+        self._steps: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None
+        device = model.device
+        self.text = torch.zeros(rows + 1, self.tokens + 1, dtype=torch.long, device=device)
+        self.depth = torch.zeros(rows + 1, self.tokens, dtype=torch.long, device=device)
+        # by row: the token in work, its next pass, the slots used, the length at which the text ends
+        self.at, self.index, self.used, self.most = (
+            torch.zeros(rows + 1, dtype=torch.long, device=device) for _ in range(4)
+        )
+        self.live = torch.zeros(rows + 1, dtype=torch.bool, device=device)
+        first = torch.zeros(rows + 1, dtype=torch.long, device=device)
+        self.state: State = self.method.begin(model, first, first)
+        self.lanes: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def run(self, prompts: Iterable[list[int]], max_new_tokens: int) -> list[Continuation]:
+        """Continuations in the order of the prompts, each of at least one token."""
+        queue = deque(Request(i, list(p), len(p), len(p) + max_new_tokens) for i, p in enumerate(prompts))
+        out: dict[int, Continuation] = {}
+        work: dict[int, Request] = {}
+        for request in queue:
+            if not 1 <= request.prompt < request.most <= self.tokens:
+                raise UserError(
+                    f"a prompt of {request.prompt} tokens and {max_new_tokens} new ones exceed the longest text of "
+                    f"{self.tokens}; request fewer."
+                )
+        while queue or work:
+            self._admit(queue, work)
+            if work:
+                self._make_room(queue, work)
+                self._advance(sorted(work))
+                self._collect(work, out)
+        return [out[i] for i in sorted(out)]
+
+    def _admit(self, queue: deque[Request], work: dict[int, Request]) -> None:
+        """Fill free rows from the queue, and run their prompts."""
+        new = []
+        for row in range(self.rows):
+            if not queue or row in work:
+                continue
+            request = queue[0]
+            if not self.slots.reserve(row, (len(request.text) - 1) * self.deepest + self.look):
+                if not work:
+                    raise UserError(
+                        f"a prompt of {len(request.text)} tokens needs more than the {len(self.slots.free)} pages of "
+                        "keys and values that there are; give more."
+                    )
+                break
+            queue.popleft()
+            work[row] = request
+            new.append(row)
+            self.text[row, : len(request.text)] = torch.tensor(request.text, device=self.text.device)
+            self.slots.table[row] = -1
+        if not new:
+            return
+        self._prompts({row: work[row].text[:-1] for row in new})
+        rows = torch.tensor(new, device=self.text.device)
+        last = [len(work[row].text) - 1 for row in new]
+        used, most = ([self.slots.cursor[row] for row in new], [work[row].most for row in new])
+        for tensor, values in ((self.at, last), (self.used, used), (self.most, most)):
+            tensor[rows] = torch.tensor(values, device=rows.device)
+        self.index[rows], self.live[rows] = 0, True
+        self._at = self.at.tolist()
+
+    def _prompts(self, texts: dict[int, list[int]]) -> None:
+        """Keys and values of prompts, in chunks of rows."""
+        cells = [(row, i, word) for row, text in texts.items() for i, word in enumerate(text)]
+        for begin in range(0, len(cells), self.chunk):
+            seq, token, ids = torch.tensor(cells[begin : begin + self.chunk], device=self.text.device).T
+            _, depth = self.method.passes(self.model, ids, token, seq, token, self.slots)
+            self.depth[seq, token] = depth
+            self.counts.prompt_rows += int(depth.sum())
+
+    def _make_room(self, queue: deque[Request], work: dict[int, Request]) -> None:
+        """Pages for the next steps; where none are left, the texts that hold fewest go back to the queue's front."""
+        for row in sorted(work, key=lambda r: -self.slots.cursor[r]):
+            while row in work and not self.slots.reserve(row, self.slots.cursor[row] + self.look):
+                weakest = min(work, key=lambda r: self.slots.cursor[r])
+                if weakest == row and len(work) == 1:
+                    raise UserError("one text needs more pages of keys and values than there are; give more.")
+                request = work.pop(weakest)
+                at = int(self.at[weakest])
+                request.text = self.text[weakest, : at + 1].tolist()
+                self.live[weakest] = False
+                self.slots.release(weakest)
+                queue.appendleft(request)
+                self.counts.preempted += 1
+        used = [self.slots.cursor[row] for row in work]
+        self.counts.most_slots = max(self.counts.most_slots, sum(used))
+        self.counts.most_pages = max(self.counts.most_pages, sum(len(self.slots.owned[row]) for row in work))
+
+    def _collect(self, work: dict[int, Request], out: dict[int, Continuation]) -> None:
+        """Hand out texts that have ended, and free their rows."""
+        live, at, used = torch.stack([self.live.long(), self.at, self.used]).tolist()
+        self._at = at
+        for row in list(work):
+            self.slots.cursor[row] = used[row]
+            if live[row]:
+                continue
+            request = work.pop(row)
+            words = self.text[row, request.prompt : at[row] + 1].tolist()
+            out[request.number] = Continuation(words, self.depth[row, : at[row]].tolist())
+            self.slots.release(row)
+
+    def _advance(self, rows: list[int]) -> None:
+        """`look` steps of these rows."""
+        longest = self.look + max(self.slots.cursor[row] if self.slots.merge else self._at[row] + 1 for row in rows)
+        self.counts.steps += self.look
+        self.counts.rows += self.look * len(rows)
+        if not self.graphs:
+            for _ in range(self.look):
+                self._step(torch.tensor(rows, device=self.text.device), longest)
+            return
+        size = 1 << (len(rows) - 1).bit_length()
+        keys = -(-longest // KEYS) * KEYS
+        lane = self.lanes.setdefault(size, torch.empty(size, dtype=torch.long, device=self.text.device))
+        lane.copy_(torch.tensor(rows + [self.rows] * (size - len(rows))))
+        if (size, keys) not in self._steps:
+            self._capture(lane, size, keys)
+        for _ in range(self.look):
+            self._steps[size, keys].replay()
+
+    def _capture(self, lane: Tensor, size: int, keys: int) -> None:
+        before = [x.clone() for x in self._memory()]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._step(lane, keys)
+        torch.cuda.current_stream().wait_stream(stream)
+        for x, old in zip(self._memory(), before, strict=True):
+            x.copy_(old)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            self._step(lane, keys)
+        self._pool = graph.pool() if self._pool is None else self._pool
+        self._steps[size, keys] = graph
+        self.counts.graphs += 1
+
+    def _memory(self) -> list[Tensor]:
+        """What a step changes, but for slots that are written again before they are read."""
+        fixed = [self.text, self.depth, self.at, self.index, self.used, self.live, self.slots.table, self.slots.pass_of]
+        return fixed + [self.state[name] for name in sorted(self.state)]
+
+    def _step(self, lane: Tensor, keys: int) -> None:
+        """One pass of the rows `lane` [n], each its own, all of which read at most `keys` keys."""
+        model, slots, method = self.model, self.slots, self.method
+        at, index, used, live = self.at[lane], self.index[lane], self.used[lane], self.live[lane]
+        state = {name: x[lane] for name, x in self.state.items()}
+        ids = self.text[lane, at]
+        for name, x in method.begin(model, ids, at).items():
+            first = (index == 0).view(-1, *[1] * (x.dim() - 1))
+            state[name] = torch.where(first, x, state[name])
+        slot = torch.where(live, slots.page[lane, used // PAGE] * PAGE + used % PAGE, 0)
+        found, mask = self._keys(lane, slot, at, index, used, keys)
+        h = self._stack(state["x"], at, slots, slot, found, mask)
+        go_on = torch.as_tensor(method.leave(model, index, h, state, at), device=h.device)
+        word = self._sample(model, state["out"], go_on)
+        self._enter(index, state, go_on)
+        for name, x in self.state.items():
+            x[lane] = state[name]
+        ends = live & ~go_on
+        self.depth[lane, at] = torch.where(ends, index + 1, self.depth[lane, at])
+        self.text[lane, at + 1] = torch.where(ends, word, self.text[lane, at + 1])
+        at = at + ends
+        over = ends & (at + 1 >= self.most[lane])
+        if self.eos is not None:
+            over = over | (ends & (word == self.eos))
+        self.at[lane], self.used[lane] = at, used + live
+        self.index[lane] = torch.where(go_on, index + 1, 0)
+        self.live[lane] = live & ~over
+
+    def _keys(
+        self, lane: Tensor, slot: Tensor, at: Tensor, index: Tensor, used: Tensor, keys: int
+    ) -> tuple[Tensor, Tensor]:
+        """Slots [n, k] that rows may read, as far as a mask [n, k] says; notes `slot` [n], the new ones."""
+        slots, order = self.slots, torch.arange(keys, device=lane.device)
+        slots.pass_of[slot] = index.to(torch.int8)
+        if slots.merge:
+            inside = order.clamp(max=slots.page.shape[1] * PAGE - 1)
+            found = slots.page[lane[:, None], inside // PAGE] * PAGE + inside % PAGE
+            return found, (order <= used[:, None]) & (slots.pass_of[found] <= index[:, None])
+        depths = torch.arange(slots.table.shape[1], device=lane.device)
+        place = (lane[:, None], depths, at[:, None])
+        slots.table[place] = torch.where(depths >= index[:, None], slot[:, None], slots.table[place])
+        found = slots.table[lane[:, None], index[:, None], order.clamp(max=slots.table.shape[2] - 1)]
+        there = order <= at[:, None]
+        return torch.where(there, found, 0), there
+
+    def _sample(self, model: Any, out: Tensor, go_on: Tensor) -> Tensor:
+        """[n] the next token of rows that halt."""
+        if out.device.type == "cpu":
+            rows = (~go_on).nonzero()[:, 0]
+            words = torch.zeros_like(go_on, dtype=torch.long)
+            return words.index_copy(0, rows, self._choose(wide(model.lm_head(out[rows])))) if len(rows) else words
+        return self._choose(wide(model.lm_head(out)))
+
+    def _choose(self, logits: Tensor) -> Tensor:
+        temperature, top_k, top_p = self.sampling
+        if temperature == 0:
+            return logits.argmax(-1)
+        logits = logits / temperature
+        if 0 < top_k < logits.shape[-1]:
+            logits = logits.masked_fill(logits < logits.topk(top_k, dim=-1).values[..., -1:], float("-inf"))
+        shares = logits.softmax(-1)
+        if top_p < 1:  # the likeliest tokens that together reach top_p
+            order = shares.sort(dim=-1, descending=True)
+            kept = order.values.cumsum(-1) - order.values < top_p
+            shares = shares * torch.zeros_like(kept).scatter(-1, order.indices, kept)
+        return (shares / torch.empty_like(shares).exponential_()).argmax(-1)
+
+    def _enter(self, index: Tensor, state: State, go_on: Tensor) -> None:
+        """What enters the next pass of rows that go on; on a CPU others are left out."""
+        if go_on.device.type != "cpu":
+            before = state["x"]
+            self.method.enter(self.model, index, state)
+            state["x"] = torch.where(go_on[:, None], state["x"], before)
+            return
+        rows = go_on.nonzero()[:, 0]
+        if len(rows):
+            some = {name: x[rows] for name, x in state.items()}
+            self.method.enter(self.model, index[rows], some)
+            state["x"] = state["x"].index_copy(0, rows, some["x"])

@@ -1,0 +1,83 @@
+"""Depth-wise batching gives the greedy text and the depths of one text alone, whatever shares its steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megaponder.errors import UserError
+from megaponder.inference.batching import PAGE, DepthBatch
+from tests.export import models
+from tests.layouts.cases import WHOLE
+
+METHODS: dict[str, dict[str, Any]] = {
+    **{name: options for name, options in models.METHODS.items() if name not in ("pause", *models.LATENT)},
+    "pruned_ponderlm": {"steps": 3, "depth": 2.4},
+    "confident_ponderlm": {"steps": 2, "threshold": 0.06},
+}
+NEW = 12
+CASES = [
+    (method, family)
+    for i, method in enumerate(METHODS)
+    for j, family in enumerate(models.FAMILIES)
+    if WHOLE or (i + j) % 3 == 0 or method == "adaponderlm"
+]
+
+
+def prompts() -> list[list[int]]:
+    draw = torch.Generator().manual_seed(3)
+    return [torch.randint(1, 60, (n,), generator=draw).tolist() for n in (1, 7, 3, 12, 5, 2, 20, 9)]
+
+
+@torch.no_grad()
+def alone(net: Any, prompt: list[int], **more: Any) -> tuple[list[int], list[int]]:
+    """Greedy text of one prompt and the depths of its tokens, by the exported model's `generate`."""
+    given = dict(max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=None, return_dict_in_generate=True)
+    out = net.generate(torch.tensor([prompt]), **given, **more)
+    depths = out.past_key_values.depths()[0].tolist()
+    return out.sequences[0, len(prompt) :].tolist(), depths
+
+
+@pytest.mark.parametrize(("method", "family"), CASES)
+def test_text_and_depths_are_those_of_one_text_alone(method: str, family: str) -> None:
+    net = models.model(family, method, method_options=METHODS[method]).double()
+    want = [alone(net, prompt) for prompt in prompts()]
+    if method == "adaponderlm":
+        assert len({d for _, depths in want for d in depths}) == 4 or family != "llama"  # every depth occurs
+    for rows, pages in ((1, None), (4, None), (16, None), (4, 14)):
+        batch = DepthBatch(net, rows=rows, tokens=40, pages=pages)
+        batch.chunk = 5  # prompts in chunks
+        got = batch.run(prompts(), NEW)
+        assert [(x.tokens, x.depths) for x in got] == want
+        assert batch.slots.free and sorted(batch.slots.free) == list(range(1, len(batch.slots.free) + 1))
+        if not batch.counts.preempted:  # each pass that a token runs is one row of one step
+            assert batch.counts.rows + batch.counts.prompt_rows == sum(sum(depths) for _, depths in want)
+
+
+def test_rows_give_way_and_resume_with_halting() -> None:
+    net = models.model("llama", "adaponderlm").double()
+    batch = DepthBatch(net, rows=4, tokens=40, pages=11)
+    assert [(x.tokens, x.depths) for x in batch.run(prompts(), NEW)] == [alone(net, p) for p in prompts()]
+    assert batch.counts.preempted > 0 and batch.counts.prompt_rows > sum(
+        sum(alone(net, p)[1][: len(p) - 1]) for p in prompts()
+    )
+    assert batch.counts.most_pages <= 11 and batch.counts.most_slots <= 11 * PAGE
+    with pytest.raises(UserError, match="needs more"):
+        DepthBatch(net, rows=2, tokens=40, pages=4).run(prompts(), NEW)
+
+
+def test_passes_thresholds_and_ends() -> None:
+    net = models.model("llama", "adaponderlm").double()
+    for given in ({"passes": 2}, {"threshold": 0.9}):
+        got = DepthBatch(net, rows=3, tokens=40, **given).run(prompts(), NEW)  # type: ignore[arg-type]
+        assert [(x.tokens, x.depths) for x in got] == [alone(net, p, **given) for p in prompts()]
+    words, _ = alone(net, prompts()[0])
+    end = words[5]
+    (got,) = DepthBatch(net, rows=3, tokens=40, eos=end).run(prompts()[:1], NEW)
+    assert got.tokens == words[: words.index(end) + 1]
+    with pytest.raises(UserError, match="a prompt of 12 tokens and 30 new ones exceed the longest text of 40"):
+        DepthBatch(net, tokens=40).run(prompts(), 30)
+    with pytest.raises(UserError, match="method pause cannot be batched by depth"):
+        DepthBatch(models.model("llama", "pause"))

@@ -1,0 +1,45 @@
+"""Self-speculation writes the greedy text of full depth, whatever early passes predict."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megaponder.errors import UserError
+from megaponder.inference.speculate import speculate
+from tests.export import models
+from tests.inference.test_batching import METHODS, alone, prompts
+from tests.layouts.cases import WHOLE
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if m != "vanilla"])
+def test_text_is_that_of_full_depth(method: str) -> None:
+    for family in models.FAMILIES if WHOLE else ("llama",):
+        net = models.model(family, method, method_options=METHODS[method]).double()
+        for prompt in prompts()[2:4]:
+            want, _ = alone(net, prompt)
+            for drafted, by in ((1, 1), (4, 1), (5, 2)):
+                got = speculate(net, prompt, len(want), drafted=drafted, by=by)
+                assert got.tokens == want
+                assert -(-len(want) // drafted) <= got.rounds <= len(want)
+            end = speculate(net, prompt, len(want), drafted=4, eos=want[4])
+            assert end.tokens == want[: want.index(want[4]) + 1]
+
+
+def test_drafts_that_hold_save_rounds() -> None:
+    """Where later passes change nothing, every draft holds."""
+    net = models.model("llama", "ponderlm").double()
+    with torch.no_grad():
+        net.ponder.mixture = lambda model, h, topk=0: torch.zeros_like(h)
+    got = speculate(net, prompts()[1], 12, drafted=4)
+    assert got.rounds == 3 and got.mean_length == 4 and got.tokens == alone(net, prompts()[1])[0]
+
+
+def test_mistakes() -> None:
+    net = models.model("llama", "loop")
+    with pytest.raises(UserError, match="by = 3: it must be at least 1 and less than the 3 passes of a token"):
+        speculate(net, [1], 3, by=3)
+    with pytest.raises(UserError, match="drafted = 0"):
+        speculate(net, [1], 3, drafted=0)
+    with pytest.raises(UserError, match="method pause has no early passes"):
+        speculate(models.model("llama", "pause"), [1], 3)
