@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from pathlib import Path
+from typing import Any
 
 from megaponder.cli.parser import Commands, add_plugin
+from megaponder.errors import UserError, first_line
 
 SUMMARY = "continue a text with a checkpoint or an exported folder"
 
@@ -14,8 +18,14 @@ examples
   megaponder generate runs/first "The history of"
   megaponder generate hf/first "The history of" --max-tokens 100 --temperature 0.8 --top-p 0.95 --seed 1
   echo "def main(" | megaponder generate runs/first -
+  megaponder generate runs/first --batch prompts.jsonl --rows 32 --depths > texts.jsonl
+  megaponder generate runs/first "The history of" --passes 2
+  megaponder generate runs/first "The history of" --speculate 4
 
 Greedy by default (temperature 0): the same text every time.
+
+--batch reads one prompt a line (or JSON lines with a field "prompt" or "text") and prints one JSON object a line, in
+the same order. Every step runs one pass of each of --rows texts, whichever pass that is.
 """
 
 
@@ -23,7 +33,29 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("generate", help=SUMMARY, description=SUMMARY, epilog=EPILOG)
     add_plugin(parser)
     parser.add_argument("model", metavar="MODEL", help="run folder, checkpoint folder or exported Hugging Face folder")
-    parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="text to continue; - reads standard input")
+    prompts = parser.add_argument(
+        "prompts", nargs="+", metavar="PROMPT", help="text to continue; - reads standard input"
+    )
+
+    class Batch(argparse.Action):
+        """A file of prompts, which are then not wanted as arguments."""
+
+        def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+            namespace.batch, prompts.required = values, False
+
+    parser.add_argument(
+        "--batch", action=Batch, metavar="FILE", help="prompts from a file, batched by depth; prints JSON lines"
+    )
+    parser.add_argument("--rows", type=int, default=32, metavar="N", help="texts at once with --batch (default 32)")
+    parser.add_argument(
+        "--passes", type=int, metavar="N", help="passes of a token, at most (exactly, for methods of fixed depth)"
+    )
+    parser.add_argument("--threshold", type=float, metavar="X", help="of halting, instead of the model's own")
+    parser.add_argument("--depths", action="store_true", help="tell how many passes each token ran")
+    parser.add_argument(
+        "--speculate", type=int, default=0, metavar="N",
+        help="draft N tokens a round by their first pass; the text is the greedy text of full depth",
+    )  # fmt: skip
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="new tokens (default 64)")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default)")
     parser.add_argument(
@@ -45,6 +77,10 @@ def run(args: argparse.Namespace) -> int:
     """Print each prompt with its continuation."""
     from megaponder.inference.generate import generate
 
+    if args.batch is not None:
+        if args.prompts:
+            raise UserError(f"--batch {args.batch}: its prompts are the file's; leave out {args.prompts[0]!r}.")
+        return _batch(args)
     prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompts]
     texts = generate(
         args.model,
@@ -58,9 +94,65 @@ def run(args: argparse.Namespace) -> int:
         device=args.device,
         use_cache=not args.no_cache,
         trust_remote_code=args.trust_remote_code,
+        passes=args.passes,
+        threshold=args.threshold,
+        depths=args.depths,
+        speculate=args.speculate,
     )
     for i, text in enumerate(texts):
         if i:
             print("---")
         print(text.prompt + text.text)
+        if text.depths:
+            print(f"depths: {' '.join(map(str, text.depths))} (mean {sum(text.depths) / len(text.depths):.2f})")
+        if text.rounds:
+            print(f"{text.tokens} tokens in {text.rounds} rounds: {text.tokens / text.rounds:.2f} a round")
     return 0
+
+
+def _batch(args: argparse.Namespace) -> int:
+    """One JSON object a line: prompt, text, tokens, ended, and depths on request."""
+    from megaponder.inference.generate import generate
+
+    if args.no_cache or args.speculate:
+        raise UserError(f"--batch excludes {'--no-cache' if args.no_cache else '--speculate'}; leave one out.")
+    texts = generate(
+        args.model,
+        _prompts(Path(args.batch)),
+        max_new_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=args.seed,
+        tokenizer=args.tokenizer,
+        device=args.device,
+        trust_remote_code=args.trust_remote_code,
+        passes=args.passes,
+        threshold=args.threshold,
+        depths=args.depths,
+        rows=args.rows,
+    )
+    for text in texts:
+        row = {"prompt": text.prompt, "text": text.text, "tokens": text.tokens, "ended": text.ended}
+        print(json.dumps(row if text.depths is None else {**row, "depths": text.depths}, ensure_ascii=False))
+    return 0
+
+
+def _prompts(path: Path) -> list[str]:
+    """The prompts of a file: a line each, or the field "prompt" or "text" of JSON lines."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--batch {path}: it cannot be read ({first_line(error)}).") from None
+    if path.suffix != ".jsonl":
+        return lines
+    prompts = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            prompts.append(row.get("prompt", row.get("text")))
+        except (ValueError, AttributeError):
+            prompts.append(None)
+        if not isinstance(prompts[-1], str):
+            raise UserError(f'{path}, line {number}: it must be a JSON object with a text "prompt" or "text".')
+    return prompts

@@ -20,6 +20,7 @@ examples
   megaponder inspect runs/first                             the newest complete checkpoint of a run
   megaponder inspect runs/first/checkpoints/step_00001000 --tensors
   megaponder inspect runs/ada --depth "The capital of France is" --figure depth.png
+  megaponder inspect runs/ada --depth "The capital of France is" --html depth.html
 
 Checksums are compared: a damaged or unfinished checkpoint is named with the reason, and the exit code is 2.
 """
@@ -36,6 +37,9 @@ def add_parser(commands: Commands) -> None:
     )  # fmt: skip
     parser.add_argument("--depth", metavar="TEXT", help="show how many passes each token of TEXT runs")
     parser.add_argument("--figure", metavar="FILE", default="depth.png", help="where --depth draws (default depth.png)")
+    parser.add_argument(
+        "--html", metavar="FILE", help="with --depth: a page that shows each token's passes: NLL, gates, predictions"
+    )
     parser.add_argument("--tokenizer", metavar="T", help="for --depth: tokenizer, if the checkpoint does not name one")
     parser.add_argument("--tensors", action="store_true", help="list name, shape and type of every stored tensor")
 
@@ -47,7 +51,11 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"{args.paths[1]}: only one path can be inspected at a time; use --audit to compare several.")
     path = Path(args.paths[0])
     if args.depth is not None:
+        if args.html is not None:
+            return _page(path, args.depth, Path(args.html), args.tokenizer)
         return _depth(path, args.depth, Path(args.figure), args.tokenizer)
+    if args.html is not None:
+        raise UserError(f"--html {args.html}: it needs a text; add --depth TEXT.")
     prefix = Path(prefix_of(str(path)))
     if os.path.lexists(f"{prefix}.idx"):
         return _dataset(prefix)
@@ -67,6 +75,18 @@ def _nearby(path: Path) -> str:
     if close:
         return f"did you mean {folder / close}"
     return f"{folder} has {', '.join(there[:8]) or 'nothing of that kind'}"
+
+
+def _page(path: Path, text: str, html: Path, tokenizer: str | None) -> int:
+    from megaponder.inference import depth_page
+
+    if not html.parent.is_dir():
+        raise UserError(f"--html {html}: there is no folder {html.parent}.")
+    seen = depth_page.look(path, text, tokenizer)
+    depth_page.write(seen, html)
+    mean = sum(token.depth for token in seen.tokens) / len(seen.tokens)
+    print(f"{html}: {len(seen.tokens)} tokens, mean depth {mean:.2f} of {seen.deepest}; open it in a browser.")
+    return 0
 
 
 def _depth(path: Path, text: str, figure: Path, tokenizer: str | None) -> int:

@@ -150,5 +150,6 @@ class Stepwise(DecodingMethod):
                 done.append(state["out"][~go_on])
                 order.append(left[~go_on])
                 left, state = left[go_on], {name: x[go_on] for name, x in state.items()}
-            self.enter(model, index, state)
+            if index + 1 < self.deepest():
+                self.enter(model, index, state)
         return torch.cat(done)[torch.cat(order).argsort()], depth

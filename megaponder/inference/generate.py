@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,10 @@ class Generation:
     """New tokens, the end-of-document token included."""
     ended: bool
     """The model emitted the end-of-document token."""
+    depths: tuple[int, ...] | None = None
+    """On request: passes (rows, for methods with latents) of each token of prompt and text but the last."""
+    rounds: int | None = None
+    """With speculation: rounds of drafting and verifying."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,11 @@ def generate(
     device: str | None = None,
     use_cache: bool = True,
     trust_remote_code: bool = False,
+    passes: int | None = None,
+    threshold: float | None = None,
+    depths: bool = False,
+    rows: int | None = None,
+    speculate: int = 0,
 ) -> list[Generation]:
     """Continue `prompts` with a checkpoint, a run's newest checkpoint, or an export folder.
 
@@ -67,14 +76,29 @@ def generate(
     the full text: slow, with the same result, for checking.  `trust_remote_code` runs the modelling
     code of an export folder even if it is not this version's.  A checkpoint whose method has no decoding form runs
     the full text through the training forward for every token, with a warning.
+
+    passes: of a token, at most (exactly, for methods of fixed depth); threshold: of halting; depths: tell each token's.
+    rows: batch by depth, with so many texts at once (`inference.batching`); the greedy text is the same, sampled text
+    is not.  speculate: greedy text with so many tokens a round drafted by their first pass.
     Raises UserError for values out of range, a source without tokenizer, or text that exceeds the longest sequence.
     """
     require_transformers("megaponder generate")
     _check(prompts, max_new_tokens, temperature, top_k, top_p, seed)
+    if speculate and (temperature > 0 or rows is not None or depths):
+        raise UserError(
+            "speculation writes greedy text, one prompt after the other, and tells no depths; leave those out."
+        )
     loaded = load(source, tokenizer, device, trust_remote_code)
-    ids, mask = _batch(loaded, prompts, max_new_tokens)
+    given = _given(loaded, passes, threshold)
     if seed is not None:
         torch.manual_seed(seed)
+    if rows is not None or speculate:
+        words = _ids(loaded, prompts, max_new_tokens)
+        if speculate:
+            return _speculated(loaded, prompts, words, max_new_tokens, speculate, given)
+        sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p)
+        return _by_depth(loaded, prompts, words, max_new_tokens, rows, depths, {**given, **sampling})
+    ids, mask = _batch(loaded, prompts, max_new_tokens)
     sampling: dict[str, Any] = dict(do_sample=False)
     if temperature > 0:
         sampling = dict(do_sample=True, temperature=float(temperature), top_k=top_k, top_p=float(top_p))
@@ -87,11 +111,69 @@ def generate(
             eos_token_id=loaded.eos_id,
             pad_token_id=pad,
             use_cache=use_cache and loaded.has_cache,
+            return_dict_in_generate=True,
+            **given,
             **sampling,
         )
     finally:
         loaded.close()
-    return [_finish(loaded, p, row) for p, row in zip(prompts, out[:, ids.shape[1] :].tolist(), strict=True)]
+    texts = out.sequences[:, ids.shape[1] :].tolist()
+    if not depths:
+        return [_finish(loaded, p, row) for p, row in zip(prompts, texts, strict=True)]
+    cache = out.get("cache", out.get("past_key_values"))
+    found = cache.depths() if hasattr(cache, "depths") else None
+    if found is None:
+        raise UserError(f"{source}: its depths are not known; depths need a pondering model and the cache.")
+    begin = (mask == 0).sum(1).tolist()
+    return [
+        _finish(loaded, prompt, row, found[i % len(found), begin[i] :].tolist(), ids.shape[1] - begin[i])
+        for i, (prompt, row) in enumerate(zip(prompts, texts, strict=True))
+    ]
+
+
+def _given(loaded: Source, passes: int | None, threshold: float | None) -> dict[str, Any]:
+    """What of passes and threshold is given; ConfigError for what the model's method does not take."""
+    given = {k: v for k, v in (("passes", passes), ("threshold", threshold)) if v is not None}
+    method = getattr(loaded.model, "ponder", None)
+    for name, value in given.items():
+        if method is None or name not in method.arguments:
+            raise ConfigError(name, value, "this model's method does not take it", "leave it out")
+    try:
+        if method is not None:
+            method.using(given)
+    except ValueError as error:
+        raise UserError(f"{error}.") from None
+    return given
+
+
+def _by_depth(
+    loaded: Source, prompts: list[str], words: list[list[int]], new: int, rows: int | None, depths: bool, options: Any
+) -> list[Generation]:
+    from megaponder.inference.batching import DepthBatch
+
+    if rows is None or rows < 1:
+        raise ConfigError("rows", rows, "it must be at least 1", "use 32")
+    if not hasattr(loaded.model, "ponder"):
+        raise UserError("a model of transformers itself has no passes to batch by; leave the batch out.")
+    tokens = max(map(len, words)) + new
+    batch = DepthBatch(loaded.model, rows=min(rows, len(words)), tokens=tokens, eos=loaded.eos_id, **options)
+    found = batch.run(words, new)
+    return [
+        _finish(loaded, prompt, x.tokens, x.depths if depths else None, len(ids))
+        for prompt, ids, x in zip(prompts, words, found, strict=True)
+    ]
+
+
+def _speculated(
+    loaded: Source, prompts: list[str], words: list[list[int]], new: int, drafted: int, given: dict[str, Any]
+) -> list[Generation]:
+    from megaponder.inference.speculate import speculate
+
+    if not hasattr(loaded.model, "ponder"):
+        raise UserError("a model of transformers itself has no early passes that could draft.")
+    found = [speculate(loaded.model, ids, new, drafted=drafted, eos=loaded.eos_id, **given) for ids in words]
+    texts = [_finish(loaded, prompt, x.tokens) for prompt, x in zip(prompts, found, strict=True)]
+    return [replace(text, rounds=x.rounds) for text, x in zip(texts, found, strict=True)]
 
 
 def load(
@@ -181,8 +263,8 @@ def _check(
         raise ConfigError("top_p", top_p, "it must be above 0 and at most 1", "use 1 to keep every token")
 
 
-def _batch(source: Source, prompts: list[str], max_new_tokens: int) -> tuple[Tensor, Tensor]:
-    """Left-padded ids and mask [b, n] on the model's device."""
+def _ids(source: Source, prompts: list[str], max_new_tokens: int) -> list[list[int]]:
+    """Token ids of each prompt; UserError where they do not fit the model."""
     rows = source.tokenizer.encode_batch(prompts)
     start = [] if source.eos_id is None else [source.eos_id]
     rows = [row or start for row in rows]
@@ -204,13 +286,22 @@ def _batch(source: Source, prompts: list[str], max_new_tokens: int) -> tuple[Ten
             f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the model's longest sequence of "
             f"{source.max_positions}; request at most {source.max_positions - longest}."
         )
+    return rows
+
+
+def _batch(source: Source, prompts: list[str], max_new_tokens: int) -> tuple[Tensor, Tensor]:
+    """Left-padded ids and mask [b, n] on the model's device."""
+    rows = _ids(source, prompts, max_new_tokens)
+    longest = max(map(len, rows))
     pad = 0 if source.eos_id is None else source.eos_id
     ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=source.model.device)
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=source.model.device)
     return ids, mask
 
 
-def _finish(source: Source, prompt: str, row: list[int]) -> Generation:
+def _finish(source: Source, prompt: str, row: list[int], depths: list[int] | None = None, begin: int = 0) -> Generation:
+    """`depths` of the tokens of a prompt of `begin` tokens and of the row."""
     ended = source.eos_id is not None and source.eos_id in row
     tokens = row.index(source.eos_id) + 1 if ended else len(row)  # type: ignore[arg-type]
-    return Generation(prompt, source.tokenizer.decode(row[: tokens - ended]), tokens, ended)
+    told = None if depths is None else tuple(depths[: begin + tokens - 1])
+    return Generation(prompt, source.tokenizer.decode(row[: tokens - ended]), tokens, ended, told)

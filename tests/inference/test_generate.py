@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from megaponder.cli.main import main
 from megaponder.errors import UserError
 from megaponder.export.from_hf import import_hf
 from megaponder.export.to_hf import export
@@ -156,3 +157,74 @@ def test_a_tokenizer_of_another_model_is_refused(run: Path, tmp_path: Path) -> N
     own.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(UserError, match="the tokenizer gives token id 299, but the model has 257 ids"):
         generate(run / "run", ["w5 w299"], tokenizer=str(tmp_path / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def ada(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adaponderlm checkpoint over bytes whose tokens halt at different depths."""
+    folder = tmp_path_factory.mktemp("ada")
+    data = {"tokenizer": "bytes", "eod_id": 256}
+    checkpoints.make("llama", "adaponderlm", folder / "run", data=data, vocab_size=257)
+    return folder / "run"
+
+
+def test_batches_by_depth_and_speculation_write_the_same_text(
+    ada: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = ["The quick", "a", "é", "brown fox"]
+    greedy = dict(max_new_tokens=6, temperature=0.0)
+    want = generate(ada, prompts, depths=True, **greedy)
+    assert len({d for text in want for d in text.depths or ()}) > 1
+    assert [len(t.depths or ()) for t in want] == [
+        len(p.encode()) + t.tokens - 1 for p, t in zip(prompts, want, strict=True)
+    ]
+    assert generate(ada, prompts, rows=3, depths=True, **greedy) == want
+    plain = [(text.text, text.tokens) for text in want]
+    assert [(t.text, t.tokens) for t in generate(ada, prompts, speculate=3, **greedy)] == plain
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
+    (tmp_path / "in.txt").write_text("".join(p + "\n" for p in prompts))
+    for name in ("in.jsonl", "in.txt"):
+        command = [
+            "generate",
+            str(ada),
+            "--batch",
+            str(tmp_path / name),
+            "--max-tokens",
+            "6",
+            "--depths",
+            "--rows",
+            "2",
+        ]
+        capsys.readouterr()
+        assert main(command) == 0
+        rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [(r["prompt"], r["text"], tuple(r["depths"])) for r in rows] == [
+            (t.prompt, t.text, t.depths) for t in want
+        ]
+    capped = generate(ada, prompts, passes=1, depths=True, **greedy)
+    assert all(set(text.depths or ()) == {1} for text in capped)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["x", "--batch", "nowhere"], "--batch nowhere: its prompts are the file's; leave out 'x'"),
+        ([], "required: PROMPT"),
+        (["--batch", "nowhere"], "--batch nowhere: it cannot be read"),
+        (["--batch", "bad.jsonl"], 'bad.jsonl, line 2: it must be a JSON object with a text "prompt" or "text"'),
+        (["--batch", "ok.txt", "--speculate", "2"], "--batch excludes --speculate; leave one out"),
+        (["--batch", "ok.txt", "--rows", "0"], "rows = 0: it must be at least 1; use 32"),
+        (["x", "--passes", "9"], "passes = 9: it must be 1 to 4, the passes that the model was trained with"),
+        (["x", "--speculate", "2", "--temperature", "1"], "speculation writes greedy text"),
+        (["x", "--speculate", "-1"], "drafted = -1: it must be at least 1; use 4"),
+    ],
+)
+def test_mistakes_with_batches(
+    ada: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    command: list[str], words: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n[1]\n')
+    (tmp_path / "ok.txt").write_text("a\n")
+    assert main(["generate", str(ada), "--max-tokens", "4", *command]) == 2
+    assert words in capsys.readouterr().err
