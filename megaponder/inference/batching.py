@@ -170,7 +170,9 @@ class Stack:
         self.layer = self._layer if compiled else None
         if compiled:
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-            options = {"coordinate_descent_tuning": True}  # a product with one row becomes a fused reduction
+            options: dict[str, Any] = {
+                "coordinate_descent_tuning": True
+            }  # a product with one row becomes a fused reduction
             self.layer = torch.compile(self._layer, options=options if model.device.type == "cuda" else None)
 
     def _layer(

@@ -110,6 +110,7 @@ def _gates(model: Any, method: Stepwise, index: int, state: dict[str, Tensor]) -
     """[m] what decided about the pass after `index`."""
     if index + 1 >= method.deepest():
         return None
+    budget: Any
     limit, budget = getattr(method, "window", None), dict(model.method.items()).get("budget")
     if limit is not None:
         gate = index + 1 - limit.least

@@ -15,6 +15,9 @@ LARGEST = 448.0
 class Linear8(nn.Module):
     """x W^T + b of a Linear, in FP8."""
 
+    weight: Tensor
+    scale: Tensor
+
     def __init__(self, linear: nn.Linear):
         super().__init__()
         scale = linear.weight.detach().float().abs().amax(1, keepdim=True).clamp(min=1e-12) / LARGEST

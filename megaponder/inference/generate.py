@@ -96,8 +96,8 @@ def generate(
         words = _ids(loaded, prompts, max_new_tokens)
         if speculate:
             return _speculated(loaded, prompts, words, max_new_tokens, speculate, given)
-        sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p)
-        return _by_depth(loaded, prompts, words, max_new_tokens, rows, depths, {**given, **sampling})
+        options = {**given, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+        return _by_depth(loaded, prompts, words, max_new_tokens, rows, depths, options)
     ids, mask = _batch(loaded, prompts, max_new_tokens)
     sampling: dict[str, Any] = dict(do_sample=False)
     if temperature > 0:

@@ -95,4 +95,4 @@ def test_a_browser_shows_a_token(tmp_path: Path) -> None:
     assert hidden.returncode == 0
     with Image.open(shot) as image:
         without = sum(n for n, c in image.convert("RGB").getcolors(1 << 24) or [] if max(c) < 60)
-    assert dark > 1.2 * without  # the token's table is there only when it is pointed at
+    assert dark > without + 300  # the letters of the token's table are there only when it is pointed at
