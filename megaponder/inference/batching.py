@@ -175,6 +175,16 @@ class Stack:
             }  # a product with one row becomes a fused reduction
             self.layer = torch.compile(self._layer, options=options if model.device.type == "cuda" else None)
 
+    @staticmethod
+    def of(model: Any, compiled: bool) -> Stack:
+        """The model's own, so that it is compiled once however many batches are made."""
+        if not compiled:
+            return Stack(model, False)
+        if not hasattr(model.model, "compiled_stack"):
+            model.model.compiled_stack = Stack(model, True)
+        found: Stack = model.model.compiled_stack
+        return found
+
     def _layer(
         self, weights: dict[str, Tensor], x: Tensor, tables: Any, at: Tensor, k: Tensor, v: Tensor, *where: Tensor
     ) -> Tensor:
@@ -233,7 +243,7 @@ class DepthBatch:
         each = -(-self.tokens * self.deepest // PAGE)
         pages = rows * each if pages is None else pages
         self.slots = Pages(model, rows, self.deepest, self.tokens, pages, method.merge)
-        self._stack = Stack(model, cuda if compiled is None else compiled)
+        self._stack = Stack.of(model, cuda if compiled is None else compiled)
         self._steps: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         device = model.device
