@@ -7,13 +7,21 @@ from typing import Any
 import pytest
 import torch
 
+from megaponder.decoding.steps import Stepwise
 from megaponder.errors import UserError
+from megaponder.export.compose import decoding_class
 from megaponder.inference.batching import PAGE, DepthBatch
 from tests.export import models
 from tests.layouts.cases import WHOLE
 
+
+def by_passes(name: str) -> bool:
+    """Whether a method's tokens run one pass after the other."""
+    return issubclass(decoding_class(name.removesuffix("_top")), Stepwise)
+
+
 METHODS: dict[str, dict[str, Any]] = {
-    **{name: options for name, options in models.METHODS.items() if name not in ("pause", *models.LATENT)},
+    **{name: options for name, options in models.METHODS.items() if by_passes(name)},
     "pruned_ponderlm": {"steps": 3, "depth": 2.4},
     "confident_ponderlm": {"steps": 2, "threshold": 0.06},
 }
