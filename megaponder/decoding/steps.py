@@ -79,6 +79,11 @@ class Stepwise(DecodingMethod):
             made.options = {**self.options, "threshold": float(threshold)}
         return made
 
+    @property
+    def separable(self) -> bool:
+        """Whether a token's passes end where it is read out, so that each can be run by itself."""
+        return self.halts or type(self).hidden is Stepwise.hidden
+
     def trained(self) -> int:
         """The most passes of a token, as trained."""
         return 1

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaponder.decoding.backbone import rotary_tables, wide
+from megaponder.decoding.backbone import feature, rotary_tables, wide
 from megaponder.decoding.passes import View
 from megaponder.decoding.slots import Slots
 from megaponder.decoding.steps import State, Stepwise
@@ -158,7 +158,7 @@ class OneEach(View):
 
 def one_each(at: Tensor, k: Tensor, v: Tensor, slot: Tensor, found: Tensor, mask: Tensor) -> OneEach:
     """The view of rows at positions `at` [n], with mask [n, k]."""
-    return OneEach(at[None], mask[:, None, None], None, None, k, v, slot, found)
+    return OneEach(at[None], mask[:, None, None], None, None, None, k, v, slot, found)
 
 
 class Stack:
@@ -188,7 +188,7 @@ class Stack:
     def _layer(
         self, weights: dict[str, Tensor], x: Tensor, tables: Any, at: Tensor, k: Tensor, v: Tensor, *where: Tensor
     ) -> Tensor:
-        args = (x, tables, one_each(at, k, v, *where), 0)
+        args = (x, None, tables, one_each(at, k, v, *where), 0)
         out: Tensor = torch.func.functional_call(self.net.layers[0], weights, args)[0]
         return out
 
@@ -197,7 +197,7 @@ class Stack:
         x, tables = x[None], rotary_tables(self.net.config, at[None], x.dtype)
         for layer, weights, k, v in zip(self.net.layers, self.weights, slots.keys, slots.values, strict=True):
             if self.layer is None:
-                x = layer(x, tables, one_each(at, k, v, *where), 0)[0]
+                x = layer(x, None, tables, one_each(at, k, v, *where), 0)[0]
             else:
                 x = self.layer(weights, x, tables, at, k, v, *where)
         return x[0]
@@ -228,7 +228,7 @@ class DepthBatch:
         compiled: bool | None = None,
     ):
         method = model.ponder
-        if not isinstance(method, Stepwise):
+        if not isinstance(method, Stepwise) or not method.separable:
             raise UserError(f"method {method.name} cannot be batched by depth; its texts run as one padded batch.")
         self.model, self.method = model, method.using({"passes": passes, "threshold": threshold})
         for name in ("gates", "budget", "router"):  # computed in FP32: cast once instead of in every step
@@ -236,6 +236,9 @@ class DepthBatch:
                 model.method[name].float()
         self.rows, self.eos, self.sampling = rows, eos, (temperature, top_k, top_p)
         self.tokens = model.config.max_position_embeddings if tokens is None else tokens
+        self.window = feature(model.config, "attention_window")
+        if self.window and method.merge:
+            raise UserError(f"method {method.name} with a sliding window cannot be batched by depth.")
         self.deepest, self.counts = self.method.deepest(), Counts()
         cuda = model.device.type == "cuda"
         self.graphs = cuda if graphs is None else graphs
@@ -403,7 +406,7 @@ class DepthBatch:
         word = self._sample(model, state["out"], go_on)
         self._enter(index, state, go_on)
         for name, x in self.state.items():
-            x[lane] = state[name]
+            x[lane] = state[name].to(x.dtype)
         ends = live & ~go_on
         self.depth[lane, at] = torch.where(ends, index + 1, self.depth[lane, at])
         self.text[lane, at + 1] = torch.where(ends, word, self.text[lane, at + 1])
@@ -430,6 +433,8 @@ class DepthBatch:
         slots.table[place] = torch.where(depths >= index[:, None], slot[:, None], slots.table[place])
         found = slots.table[lane[:, None], index[:, None], order.clamp(max=slots.table.shape[2] - 1)]
         there = order <= at[:, None]
+        if self.window:
+            there = there & (order > at[:, None] - self.window)
         return torch.where(there, found, 0), there
 
     def _sample(self, model: Any, out: Tensor, go_on: Tensor) -> Tensor:

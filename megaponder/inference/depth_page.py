@@ -66,7 +66,7 @@ def look(source: str | Path, text: str, tokenizer: str | None = None, trust_remo
     """
     loaded = load(source, tokenizer, None, trust_remote_code)
     method = getattr(loaded.model, "ponder", None)
-    if not isinstance(method, Stepwise):
+    if not isinstance(method, Stepwise) or not method.separable:
         name = method.name if method else loaded.model.config.model_type
         raise UserError(f"{source}: {name} has no passes that could be shown one by one.")
     ids = loaded.tokenizer.encode_batch([text])[0]

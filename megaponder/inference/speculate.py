@@ -41,7 +41,7 @@ def speculate(
 
     `given`: `passes` and `threshold`, as of the model's `forward`.  UserError for a method without passes to skip.
     """
-    if not isinstance(model.ponder, Stepwise):
+    if not isinstance(model.ponder, Stepwise) or not model.ponder.separable:
         raise UserError(f"method {model.ponder.name} has no early passes that could draft.")
     method = model.ponder.using(given)
     if not 0 < by < method.deepest():

@@ -17,13 +17,15 @@ from tests.layouts.cases import WHOLE
 
 def by_passes(name: str) -> bool:
     """Whether a method's tokens run one pass after the other."""
-    return issubclass(decoding_class(name.removesuffix("_top")), Stepwise)
+    form = decoding_class(name.removesuffix("_top"))
+    return issubclass(form, Stepwise) and form.hidden is Stepwise.hidden
 
 
 METHODS: dict[str, dict[str, Any]] = {
     **{name: options for name, options in models.METHODS.items() if by_passes(name)},
     "pruned_ponderlm": {"steps": 3, "depth": 2.4},
     "confident_ponderlm": {"steps": 2, "threshold": 0.06},
+    "ouro": {"loops": 3, "threshold": 0.7, "skips_loops": True},
 }
 NEW = 12
 CASES = [
@@ -89,3 +91,12 @@ def test_passes_thresholds_and_ends() -> None:
         DepthBatch(net, tokens=40).run(prompts(), 30)
     with pytest.raises(UserError, match="method pause cannot be batched by depth"):
         DepthBatch(models.model("llama", "pause"))
+
+
+def test_sliding_windows() -> None:
+    net = models.model("llama", "adaponderlm", attention_window=4).double()
+    want = [alone(net, prompt) for prompt in prompts()]
+    assert want != [alone(models.model("llama", "adaponderlm").double(), prompt) for prompt in prompts()]
+    assert [(x.tokens, x.depths) for x in DepthBatch(net, rows=3, tokens=40).run(prompts(), NEW)] == want
+    with pytest.raises(UserError, match="adaptive_cot with a sliding window cannot be batched by depth"):
+        DepthBatch(models.model("llama", "adaptive_cot", attention_window=4))
