@@ -23,9 +23,10 @@ LENGTH, BATCH, LR = 64, 16, 3e-3
 OPTIONS: dict[str, dict[str, Any]] = {
     "adaponderlm": {"steps": 3},
     "adaptive_cot": {"steps": 3},
+    "confident_ponderlm": {"steps": 3},
     "ponderlm3": {"latents": 2, "jacobi": 1},
 }
-DEEPEST = {"adaponderlm": 4, "adaptive_cot": 4, "ponderlm3": 3}
+DEEPEST = {"adaponderlm": 4, "adaptive_cot": 4, "confident_ponderlm": 4, "ponderlm3": 3}
 
 
 @script
