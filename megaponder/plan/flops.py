@@ -7,8 +7,8 @@ The unit is one real token: a pass with m slots a token runs m rows of the stack
     linear      2 L (2 H H_q + 2 H H_kv + nm H F) a row     nm = 3 (SwiGLU) or 2 (GELU); H_q, H_kv: all heads together
                 less 2 (H H_q + nm H F) in the last layer for a row whose output is not read
     attention   4 L H_q a visible key; row i of m n rows sees i + 1 keys of each key set, within the window if any
-    head        2 V H, in the last pass
-    extra       as given by the method (`extra_flops`): vocabulary mixtures, gates
+    head        2 V H, in the last pass, for every token
+    extra       as given by the method (`extra_flops`): vocabulary mixtures, of tokens that run the next pass; gates
     training    as given by the method (`training_flops`), forward and backward: losses of passes before the last
 """
 
@@ -39,6 +39,8 @@ class PassFlops:
     attention: float
     head: float
     extra: float
+    feedback: float = 0.0
+    """Part of `extra` that only tokens which run the next pass need."""
     training: float = 0.0
     """FLOPs of training alone, with their backward; in no other number of the pass."""
     trained: float = 1.0
@@ -74,13 +76,22 @@ class StepFlops:
 
     def needed_of(self, active: Sequence[float]) -> float:
         """`needed`, if only these shares of the tokens take part in each pass."""
-        each = [(1 + BACKWARD * p.trained) * p.total + p.training for p in self.passes]
-        return sum(a * flops for a, flops in zip(active, each, strict=True))
+        parts = zip(active, forward_of(self.passes, active), self.passes, strict=True)
+        return sum((1 + BACKWARD * p.trained) * forward + a * p.training for a, forward, p in parts)
 
     def executed_of(self, active: Sequence[float]) -> float:
         """`executed`, if only these shares of the tokens are computed in each pass."""
         parts = zip(active, self.again, self.passes, strict=True)
         return self.needed_of(active) + sum(a * s * (p.linear + p.attention) for a, s, p in parts)
+
+
+def forward_of(passes: Sequence[PassFlops], active: Sequence[float]) -> list[float]:
+    """Forward FLOPs per token of each pass, if only these shares of the tokens take part in them.
+
+    Every token is read out, wherever it halted; one that halts feeds nothing back.
+    """
+    parts = zip(passes, active, [*active[1:], 0.0], strict=True)
+    return [a * (p.linear + p.attention + p.extra - p.feedback) + on * p.feedback + p.head for p, a, on in parts]
 
 
 def attention_flops(model: ModelConfig, tokens: int, slots: float, layers: int | None = None) -> float:
@@ -106,6 +117,7 @@ def pass_flops(cfg: RunConfig, method: MethodLike, p: PassLike) -> PassFlops:
         attention=p.key_sets * attention_flops(model, cfg.data.sequence_length, p.slots, layers),
         head=2.0 * model.vocab_size * model.hidden_size if p.last else 0.0,
         extra=method.extra_flops(p, model.vocab_size),
+        feedback=method.feedback_flops(p, model.vocab_size),
         training=method.training_flops(p, model.vocab_size),
     )
     if p.grad:
@@ -173,4 +185,4 @@ def inference_flops(cfg: RunConfig, method: MethodLike, active: Sequence[float] 
         feedback = sum(shares[1:]) * passes[0].extra  # of one row: pass 0 feeds back one
         return stack + last.head + last.extra + feedback
     shares = list(active) if len(active) == len(passes) else [1.0] * len(passes)
-    return sum(share * p.total for share, p in zip(shares, passes, strict=True))
+    return sum(forward_of(passes, shares))

@@ -388,6 +388,10 @@ class Method:
         """Forward FLOPs per token that pass p adds to the stack and the head (mixtures, gates), multiply-add = 2."""
         return 0.0
 
+    def feedback_flops(self, p: Pass, vocab_size: int) -> float:
+        """The part of `extra_flops` that a token which halts after pass p is spared: what it would feed back."""
+        return 0.0
+
     def training_flops(self, p: Pass, vocab_size: int) -> float:
         """FLOPs per token that pass p costs in training alone, forward and backward: losses beside the last pass's."""
         return 0.0

@@ -378,6 +378,9 @@ class Drawn:
     def extra_flops(self, p: Any, vocab_size: int) -> float:
         return 0.0
 
+    def feedback_flops(self, p: Any, vocab_size: int) -> float:
+        return 0.0
+
     def training_flops(self, p: Any, vocab_size: int) -> float:
         return 0.0
 

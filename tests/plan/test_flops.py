@@ -129,6 +129,9 @@ def test_random_plans_are_averaged() -> None:
         def extra_flops(self, p: Any, vocab_size: int) -> float:
             return 0.0
 
+        def feedback_flops(self, p: Any, vocab_size: int) -> float:
+            return 0.0
+
         def training_flops(self, p: Any, vocab_size: int) -> float:
             return 0.0
 
@@ -143,10 +146,11 @@ def test_what_gates_learn_from_costs_training_alone() -> None:
     shares = [1.0, 1.0, 1.0, 0.6]
     flops = step_flops(held, method_of(held))
     assert [p.training for p in flops.passes] == [0, 0, head, head]
-    assert flops.needed_of(shares) == pytest.approx(
-        3 * sum(a * p.total for a, p in zip(shares, flops.passes, strict=True)) + 1.6 * head
-    )
-    saved = 2 * 2 * method_of(held).options.gate_width * 1024**2  # gates of passes that all tokens run are not asked
+    stack, gate = flops.passes[0].linear + flops.passes[0].attention, 2 * method_of(held).options.gate_width * 1024**2
+    forward = 3.6 * stack + 2.6 * 2 * head + gate + head  # a token that halts mixes nothing, and is read out as well
+    assert flops.needed_of(shares) == pytest.approx(3 * forward + 1.6 * head)
+    assert inference_flops(held, method_of(held), shares) == pytest.approx(forward)
+    saved = 2 * gate  # gates of passes that all tokens run are not asked
     decoded = [inference_flops(c, method_of(c), shares) for c in (plain, held)]
     assert decoded[0] - decoded[1] == pytest.approx(saved)
     for stage, factor in ((1, 3), (2, 1)):

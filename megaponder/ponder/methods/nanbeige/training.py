@@ -99,6 +99,6 @@ class Nanbeige(Method):
         rest = (1.0 - sum(self.options.loss_weights)) * (losses * tools.valid_sb).sum()
         return Readout(h, losses=losses, loss=rest + carry["early"])
 
-    def extra_flops(self, p: Pass, vocab_size: int) -> float:
+    def training_flops(self, p: Pass, vocab_size: int) -> float:
         closes = p.index % self.repeats == self.repeats - 1 and not p.last
-        return 2.0 * vocab_size * self.shape.hidden_size if closes and self.options.loss_weights else 0.0
+        return 6.0 * vocab_size * self.shape.hidden_size if closes and self.options.loss_weights else 0.0

@@ -147,5 +147,8 @@ class Ouro(Method):
         return share
 
     def extra_flops(self, p: Pass, vocab_size: int) -> float:
-        h = self.shape.hidden_size
-        return 2.0 * h + (0.0 if p.last else 2.0 * vocab_size * h)
+        return 2.0 * self.shape.hidden_size
+
+    def training_flops(self, p: Pass, vocab_size: int) -> float:
+        losses = 0.0 if p.last else 2.0 * vocab_size * self.shape.hidden_size
+        return losses * (3 if p.grad else 1)

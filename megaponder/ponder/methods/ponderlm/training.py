@@ -142,6 +142,9 @@ class PonderLM(Method):
         return bool(self.options.topk > 0)
 
     def extra_flops(self, p: Pass, vocab_size: int) -> float:
+        return self.feedback_flops(p, vocab_size)
+
+    def feedback_flops(self, p: Pass, vocab_size: int) -> float:
         if p.last:
             return 0.0
         h = self.shape.hidden_size
