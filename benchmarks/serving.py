@@ -2,10 +2,10 @@
 
     python -m benchmarks.serving --vllm VENV/bin/python --mlx VENV/bin/python --llama SOURCE BUILD
 
-Each engine has an environment of its own: a Python with vLLM (its CPU build) and `pip install ./plugins/vllm`, one with
-mlx-lm and mlx-cpu, and llama.cpp's source folder with a build of its library in BUILD/bin.  The models are random, with
-weights so large that their greedy text varies, and halt at different depths.  Engines that are left out are left out of
-the table.  Writes serving.{json,md} into the folder of results.
+Each engine has an environment of its own: a Python with vLLM (its CPU build) and `pip install ./tools/vllm_plugin`,
+one with mlx-lm and mlx-cpu, and llama.cpp's source folder with a build of its library in BUILD/bin.  The models are
+random, with weights so large that their greedy text varies, and halt at different depths.  Engines that are left out
+are left out of the table.  Writes serving.{json,md} into the folder of results.
 """
 
 from __future__ import annotations

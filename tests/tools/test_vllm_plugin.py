@@ -15,7 +15,7 @@ from megaponder.export.configs import PONDER_FIELDS
 from tests.export import checkpoints
 from tests.export.models import config
 
-sys.path.append(str(Path(__file__).parents[2] / "plugins" / "vllm"))
+sys.path.append(str(Path(__file__).parents[2] / "tools" / "vllm_plugin"))
 
 from megaponder_vllm import options
 
