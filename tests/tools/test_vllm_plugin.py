@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megaponder.config.model import FEATURES
+from megaponder.config.model import FAMILIES, FEATURES
 from megaponder.export import compose
 from megaponder.export.configs import PONDER_FIELDS
 from tests.export import checkpoints
@@ -35,6 +35,7 @@ def test_every_default_is_taken(method: str) -> None:
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("adaponderlm", {"target": 0.5}, "method_options.target = 0.5: it must be 0.0"),
     ("ponderlm", {"feedback": "hidden"}, "feedback = 'hidden': it must be 'mixture'"),
+    ("ponderlm", {"accumulate": False}, "accumulate = False: it must be True"),
     ("ponderlm", {"newest": True}, "newest = True: this plugin does not know it"),
     ("pause", {}, "method pause: this plugin has loop, ponderlm, adaponderlm"),
 ]
@@ -44,7 +45,26 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 def test_refusals(method: str, given: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         options.options_of(SimpleNamespace(method=method, method_options=given))
-    with pytest.raises(ValueError, match="activation = 'relu': this plugin knows gelu, gelu_tanh, swiglu"):
-        options.refuse_unknown({"activation": "relu"})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_value_of_a_feature_is_computed_or_refused(family: str) -> None:
+    """Families that need no other feature are taken; values that another block has are refused by name."""
+    fields = {PONDER_FIELDS[name]: getattr(FAMILIES[family], name) for name in FEATURES}
+    if family in ("mistral", "olmo2", "opt"):
+        with pytest.raises(ValueError, match="this plugin knows"):
+            options.refuse_unknown(fields)
+    else:
+        options.refuse_unknown(fields)
+    for name, value in (
+        *(("activation", "relu"), ("qkv_bias", "qk"), ("norm_affine", False), ("rotary_pairs", "adjacent")),
+        *(
+            ("rotary_scaling", {"rope_type": "linear", "factor": 2.0}),
+            ("attention_window", 8),
+            ("norm_placement", "post"),
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"{name} = .*: this plugin knows"):
+            options.refuse_unknown({name: value})
     with pytest.raises(ValueError, match="window = 8: this plugin does not know it"):
         options.refuse_unknown({"window": 8})

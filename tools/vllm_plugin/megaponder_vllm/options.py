@@ -6,13 +6,18 @@ from typing import Any
 
 FEATURES = {
     "norm": ("rmsnorm", "layernorm"),
+    "norm_affine": (True,),
     "norm_placement": ("pre", "sandwich"),
     "qk_norm": ("none", "head"),
     "activation": ("gelu", "gelu_tanh", "swiglu"),
+    "qkv_bias": (True, False),
     "positions": ("rotary", "learned"),
+    "rotary_pairs": ("halves",),
+    "rotary_scaling": ({},),
+    "attention_window": (0,),
 }
-"""Values of the features that are words."""
-NUMBERS = ("norm_eps", "qkv_bias", "output_bias", "mlp_bias", "rotary_fraction", "rotary_base", "parallel_residual")
+"""Features, and those of their values that this plugin computes."""
+NUMBERS = ("norm_eps", "output_bias", "mlp_bias", "rotary_fraction", "rotary_base", "parallel_residual")
 SHAPE = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_size"),
     *("intermediate_size", "max_position_embeddings", "tie_word_embeddings", "embedding_scale"),
@@ -28,7 +33,7 @@ def refuse_unknown(fields: dict[str, Any]) -> None:
     """ValueError for a field of config.json whose effect would be lost."""
     for name, value in fields.items():
         if name in FEATURES and value not in FEATURES[name]:
-            raise ValueError(f"{name} = {value!r}: this plugin knows {', '.join(FEATURES[name])}")
+            raise ValueError(f"{name} = {value!r}: this plugin knows {', '.join(map(str, FEATURES[name]))}")
         if name not in (*FEATURES, *NUMBERS, *SHAPE, *OTHERS) and value not in (None, False, "none", {}, []):
             raise ValueError(f"{name} = {value!r}: this plugin does not know it, so its effect would be lost")
 
@@ -56,7 +61,8 @@ def options_of(config: Any) -> dict[str, Any]:
         )
     known = KNOWN[config.method]
     for name, value in config.method_options.items():
-        if name not in known and name not in IDLE and value not in (PLAIN.get(name), False):
+        plain = (PLAIN[name],) if name in PLAIN else (None, False)
+        if name not in known and name not in IDLE and value not in plain:
             rule = f"it must be {PLAIN[name]!r}" if name in PLAIN else "this plugin does not know it"
             raise ValueError(f"method_options.{name} = {value!r}: {rule}")
     return {**known, **{k: v for k, v in config.method_options.items() if k in known}}
