@@ -22,6 +22,11 @@ Folders that the public code of PonderLM and PonderLM-2 saved become models of t
 config.json of PonderLM-2 does not say which one that was: --method does.
 
   megaponder import hf/PonderLM-2-Pythia-410m runs/ponderlm2 --method ponderlm2
+
+A retrofit repeats a few layers of a pretrained model and leaves others out (docs/looped.md):
+
+  megaponder import hf/TinyLlama-1.1B runs/tinyllama-16 --layers 0-3,10-21
+  megaponder train configs/tinyllama-1.1b-retrofit.yaml --checkpoint.load runs/tinyllama-16
 """
 
 
@@ -38,6 +43,9 @@ def add_parser(commands: Commands) -> None:
         "--method", choices=METHODS, metavar="NAME",
         help=f"what trained a folder of PonderLM-2's code: {', '.join(METHODS)}",
     )  # fmt: skip
+    parser.add_argument(
+        "--layers", metavar="LAYERS", help="keep only these layers, such as 0-3,10-21 (from 0); the others are left out"
+    )
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
     parser.add_argument(
         "--tolerance", type=float, default=1e-4, metavar="X",
@@ -60,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
             tolerance=args.tolerance,
             trust_remote_code=args.trust_remote_code,
             method=args.method,
+            only=args.layers,
         )
     )
     return 0

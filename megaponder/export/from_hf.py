@@ -9,7 +9,7 @@ from typing import Any
 from megaponder.config.load import dump
 from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError
-from megaponder.export import folder, looped, names, native, reference
+from megaponder.export import folder, layers, looped, names, native, reference
 from megaponder.export.formats import FORMATS
 from megaponder.export.import_config import run_config, start_config
 from megaponder.export.public_code import UNUSED, kind_of
@@ -31,6 +31,8 @@ class Imported:
     """Largest difference from the Hugging Face model's logits, over the largest logit."""
     code: str | None = None
     """PonderLM or PonderLM-2: the public code that saved the folder."""
+    kept: str = ""
+    """Which layers were kept, and of how many; empty: all."""
 
     def __str__(self) -> str:
         model, ponder = self.config.model, self.config.ponder
@@ -41,7 +43,8 @@ class Imported:
         return (
             f"{self.checkpoint}: {model.family} model of {self.parameters:,} parameters, method {ponder.method}"
             f"{f' ({options})' if options else ''}.\n"
-            f"Logits equal {theirs}: largest difference {self.max_difference:.1e} of the largest logit.\n"
+            f"Logits equal {theirs}: largest difference {self.max_difference:.1e} of the largest logit"
+            f"{f' with all layers; {self.kept} are kept' if self.kept else ''}.\n"
             f"Train from it: megaponder train {self.checkpoint.parents[1] / 'config.yaml'} --data.train DATA "
             "--train.tokens N"
         )
@@ -56,13 +59,15 @@ def import_hf(
     tolerance: float = 1e-4,
     trust_remote_code: bool = False,
     method: str | None = None,
+    only: str | None = None,
 ) -> Imported:
     """Write the run folder `out` with one weights-only checkpoint (step 0) of a Hugging Face folder.
 
     GPT-NeoX, Llama and GPT-2 folders become vanilla models, exports with modelling code keep their method, and so do
     folders of the public PonderLM and PonderLM-2 code; of the latter `method` must say which one it is.  Only
     safetensors are read, and modelling code that is not this version's is run only with `trust_remote_code`.  Start
-    training from it with the config.yaml of `out`; a different method may be set there.
+    training from it with the config.yaml of `out`; a different method may be set there.  `only` names the layers that
+    are kept, as 0-3,10-21 (`layers`): the logits are compared with all of them.
     Raises UserError for a config field that the backbones cannot represent, or that `ignore` names without its being
     known to be harmless, for weights that do not match, and if the logits of the two models differ by more than
     `tolerance` of the largest logit.
@@ -72,6 +77,7 @@ def import_hf(
     source, out = Path(source), Path(out)
     hf = folder.read_json(source, "config.json")
     cfg = run_config(hf, source, out, frozenset(ignore or ()), method)
+    numbers = None if only is None else layers.chosen(only, cfg)
     tensors = folder.read_weights(source)
     if bad := sorted(name for name, t in tensors.items() if t.is_floating_point() and not t.isfinite().all()):
         raise UserError(f"{source}: {bad[0]} has values that are not finite.")
@@ -91,11 +97,19 @@ def import_hf(
     with reference.engine(cfg, state) as engine:
         ours = [reference.engine_logits(engine, ids, tolerance) for ids in prompts]
         worst = reference.agree(out, ours, theirs, tolerance)
-        checkpoint = save_weights(out / "checkpoints", cfg, engine.stage, force=force)
+        if numbers is None:
+            checkpoint = save_weights(out / "checkpoints", cfg, engine.stage, force=force)
+    kept = ""
+    if numbers is not None:
+        kept = f"layers {only} of {cfg.model.num_layers}"
+        cfg, state = layers.pick(cfg, state, numbers)
+        count = sum(t.numel() for t in state.values())
+        with reference.engine(cfg, state) as engine:
+            checkpoint = save_weights(out / "checkpoints", cfg, engine.stage, force=force)
     if hf["model_type"] in looped.KINDS:
         folder.write_json(out / looped.SOURCE, hf)
     dump(start_config(cfg, out), out / "config.yaml")
-    return Imported(checkpoint, cfg, count, worst, code)
+    return Imported(checkpoint, cfg, count, worst, code, kept)
 
 
 def to_plain(hf: dict[str, Any], tensors: names.Tensors, cfg: RunConfig) -> names.Tensors:

@@ -180,6 +180,13 @@ CASES = {
         steps=4,  # 4, 2, 1 and 4 recurrences
         stages={2: [1, 3], 3: [1, 2, 1]},
     ),
+    "retrofit-llama": Case(
+        "llama",
+        "retrofit",
+        {"prelude": 2, "coda": 1, "recurrence": 3, "kept": 1, "draw": "fixed"},
+        {"num_layers": 5, "num_kv_heads": 2},
+        stages={2: [3, 2], 3: [2, 1, 2]},
+    ),
     "ouro-sandwich": Case(
         "llama",
         "ouro",

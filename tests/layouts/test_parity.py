@@ -58,12 +58,6 @@ ODD = {
     "huginn-without-ends": Case(
         "pythia", "huginn", {"prelude": 0, "coda": 0, "recurrence": 3, "kept": 5, "draw": "fixed"}
     ),
-    "retrofit": Case(
-        "llama",
-        "retrofit",
-        {"prelude": 2, "coda": 1, "recurrence": 3, "kept": 1, "draw": "fixed"},
-        {"num_layers": 5, "num_kv_heads": 2},
-    ),
     "nanbeige": Case("llama", "nanbeige", {"loops": 3, "norm_between": False}),
     "nanbeige-losses": Case("llama", "nanbeige", {"loops": 3, "loss_weights": [0.2, 0.3]}),
     "ouro-stage-2": Case("llama", "ouro", {"loops": 3, "stage": 2, "judges": "same"}, {"norm_placement": "sandwich"}),

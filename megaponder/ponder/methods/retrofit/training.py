@@ -3,8 +3,9 @@
     e = Prelude(We[ids]),  s_0 = sigma z,  s_i = Core(Wa [s_{i-1} ; e])  (r times),  logits = N(Coda(s_r)) Wo^T
 
 as in `huginn`, but embeddings are not scaled, no norm stands between core and coda, and Wa [H, 2H], the only
-new weight, starts as a linear layer of PyTorch does.  Import the model and train with `--checkpoint.load RUN`.  The
-paper's depth grows with the root over the first part of training (`grow_steps`, `grow: root`).
+new weight, starts as a linear layer of PyTorch does.  The paper leaves layers out, of TinyLlama's 22 those from 4
+to 9: import the model with `--layers 0-3,10-21` and train with `--checkpoint.load RUN`.  Its depth grows with the root
+over the first part of training (`grow_steps`, `grow: root`).
 Source: arXiv 2511.07384 and its official code.
 """
 
