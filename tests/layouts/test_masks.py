@@ -41,10 +41,10 @@ def riders(layout: str, dtype: str) -> dict[str, dict[int, np.ndarray]]:
         seen: dict[int, list[Any]] = {}
         run = engine.stage._layers
 
-        def watched(p: Any, flow: Any, kept: Any, seen: Any = seen, run: Any = run, engine: Any = engine) -> Any:
+        def watched(p: Any, flow: Any, *rest: Any, seen: Any = seen, run: Any = run, engine: Any = engine) -> Any:
             whole = engine.stage._riders_in_attention(flow.riders)
             seen.setdefault(p.index, []).append(whole.detach().float().cpu().numpy())
-            return run(p, flow, kept)
+            return run(p, flow, *rest)
 
         engine.stage._layers = watched
         layout2 = LAYOUTS["tp2"]  # micro-batches of 2, one replica
