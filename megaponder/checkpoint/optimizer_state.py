@@ -23,7 +23,6 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 PREFIX = "optimizer.state."
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
@@ -71,7 +70,7 @@ def allocate(optimizer: MegatronOptimizer) -> None:
     for part in parts(optimizer):
         inner = part.optimizer
         for p in _parameters(inner):
-            for name in _MOMENTS:
+            for name in _moments(inner):
                 if name not in inner.state[p]:
                     inner.state[p][name] = torch.zeros_like(p, dtype=torch.float32)
             if _counts_per_parameter(inner) and "step" not in inner.state[p]:
@@ -88,6 +87,11 @@ def set_step(optimizer: MegatronOptimizer, step: int) -> None:
         else:
             for group in inner.param_groups:
                 group["step"] = step
+
+
+def _moments(inner: torch.optim.Optimizer) -> tuple[str, ...]:
+    """Adam's, or those that an optimizer names: Muon has the first alone."""
+    return getattr(inner, "moments", ("exp_avg", "exp_avg_sq"))
 
 
 def _counts_per_parameter(inner: torch.optim.Optimizer) -> bool:
@@ -118,7 +122,7 @@ def _plain(part: MegatronOptimizer, model_state: dict[str, Any]) -> Iterator[dic
         model_of |= {id(main): model for model, main in zip(model_group, main_group, strict=True)}
     for p in _parameters(part.optimizer):
         like = sharded[id(model_of.get(id(p), p))]
-        tensors = {name: part.optimizer.state[p][name] for name in _MOMENTS}
+        tensors = {name: part.optimizer.state[p][name] for name in _moments(part.optimizer)}
         if id(p) in model_of:
             tensors["param"] = p
         yield {

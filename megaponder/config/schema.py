@@ -125,14 +125,18 @@ class PrecisionConfig:
 
 @dataclass
 class OptimizerConfig:
-    """AdamW."""
+    """AdamW, or Muon with AdamW; docs/optimizers.md."""
 
+    kind: Literal["adamw", "muon"] = declare("adamw", resume="refused", load="free", aliases=("optimizer", "name"))
+    """Muon: for the matrices of the layers; embeddings, head, norms, biases and the method's parameters keep AdamW."""
     lr: float = declare(3e-4, gt=0, le=1, resume="warned", aliases=("learning_rate", "max_lr"))
     """Peak learning rate."""
     beta1: float = declare(0.9, ge=0, lt=1, resume="warned")
     """Decay of the first moment."""
     beta2: float = declare(0.95, ge=0, lt=1, resume="warned")
     """Decay of the second moment."""
+    momentum: float = declare(0.95, ge=0, lt=1, resume="warned")
+    """Decay of Muon's momentum."""
     eps: float = declare(1e-8, gt=0, lt=1, resume="warned")
     """Added to the root of the second moment."""
     weight_decay: float = declare(0.1, ge=0, lt=1, resume="warned", aliases=("wd",))

@@ -31,7 +31,7 @@ class Memory:
     weights: int
     gradients: int
     optimizer: int
-    """FP32 master weights (bf16 runs), two Adam moments and a moving average of the weights, if any."""
+    """FP32 master weights (bf16 runs), two Adam moments (Muon: one) and a moving average, if any."""
     activations: int
     """Of all passes in flight."""
     vocabulary: int
@@ -209,4 +209,5 @@ def _fp8_copies(precision: PrecisionConfig, held: Parameters) -> int:
 
 def _optimizer(cfg: RunConfig, held: Parameters, dp: int) -> int:
     each = 8 + (4 if cfg.precision.dtype == "bf16" else 0) + (4 if cfg.optimizer.ema_decay else 0)
-    return -(-held.total * each // (dp if cfg.parallel.distributed_optimizer else 1))
+    one_moment = held.attention + held.mlp if cfg.optimizer.kind == "muon" else 0
+    return -((4 * one_moment - held.total * each) // (dp if cfg.parallel.distributed_optimizer else 1))

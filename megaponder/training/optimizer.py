@@ -1,20 +1,33 @@
-"""AdamW over the engine's one DistributedDataParallel wrapper, by megatron-core."""
+"""AdamW, or Muon with AdamW, over the engine's one DistributedDataParallel wrapper."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, ParamGroupOverride, get_megatron_optimizer
+from megatron.core.optimizer import (
+    ChainedOptimizer,
+    MegatronOptimizer,
+    OptimizerConfig,
+    ParamGroupOverride,
+    get_megatron_optimizer,
+)
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import nn
 
 from megaponder.config.schema import RunConfig, TrainConfig
 from megaponder.ponder.base import PARAMETER_PREFIX
+from megaponder.training.muon import Muon, Pieces
 
 
 def build_optimizer(cfg: RunConfig, ddp: DistributedDataParallel) -> MegatronOptimizer:
     """AdamW with FP32 moments and, in BF16 runs, FP32 master weights; biases and norms are not decayed.
 
+    With `optimizer.kind: muon` the matrices of the layers have Muon instead, and all else keeps AdamW.
     megatron-core takes the fused kernel of Transformer Engine or NVIDIA apex where one is installed, else torch's.
     """
     _leave_compiler_alone()
@@ -24,24 +37,73 @@ def build_optimizer(cfg: RunConfig, ddp: DistributedDataParallel) -> MegatronOpt
     overrides = {not_decayed: ParamGroupOverride(wd_mult=0.0)}
     if cfg.train.method_only_steps:  # groups of their own, so that `set_lr` can tell them from the backbone's
         overrides[ParamKey(name=f"*{PARAMETER_PREFIX}*")] = ParamGroupOverride(of_method=True)
-    return get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=options.lr,
-            weight_decay=options.weight_decay,
-            adam_beta1=options.beta1,
-            adam_beta2=options.beta2,
-            adam_eps=options.eps,
-            clip_grad=options.clip_grad,
-            bf16=bf16,
-            params_dtype=torch.bfloat16 if bf16 else torch.float32,
-            use_distributed_optimizer=cfg.parallel.distributed_optimizer,
-            overlap_param_gather=cfg.parallel.overlap_param_gather,
-        ),
-        [ddp],
-        config_overrides=overrides,
-        use_gloo_process_groups=False,
-    )
+    matrices = _matrices(cfg, ddp.module) if options.kind == "muon" else {}
+    with _left_out(matrices):
+        adam = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=options.lr,
+                weight_decay=options.weight_decay,
+                adam_beta1=options.beta1,
+                adam_beta2=options.beta2,
+                adam_eps=options.eps,
+                clip_grad=options.clip_grad,
+                bf16=bf16,
+                params_dtype=torch.bfloat16 if bf16 else torch.float32,
+                use_distributed_optimizer=cfg.parallel.distributed_optimizer,
+                overlap_param_gather=cfg.parallel.overlap_param_gather,
+            ),
+            [ddp],
+            config_overrides=overrides,
+            use_gloo_process_groups=False,
+        )
+    if not matrices:
+        return adam
+    return ChainedOptimizer([_muon(cfg, matrices, adam.config), *getattr(adam, "chained_optimizers", [adam])])
+
+
+def _matrices(cfg: RunConfig, stage: nn.Module) -> dict[nn.Parameter, Pieces]:
+    """The matrices of this rank's layers, and what each holds in the whole model."""
+    m, tensor = cfg.model, cfg.parallel.tensor
+    assert m.num_heads and m.num_kv_heads and m.head_size and m.ffn_size
+    found = {}
+    for name, p in stage.named_parameters():
+        if not name.startswith("decoder.") or p.dim() != 2 or not p.requires_grad:
+            continue
+        found[p] = Pieces()
+        if name.endswith("linear_qkv.weight"):
+            found[p] = Pieces(m.num_kv_heads, (m.num_heads // m.num_kv_heads * m.head_size, m.head_size, m.head_size))
+        elif name.endswith("linear_fc1.weight") and m.gated:
+            found[p] = Pieces(tensor, (m.ffn_size // tensor,) * 2)
+    return found
+
+
+@contextmanager
+def _left_out(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """megatron-core makes no optimizer for what has no gradient."""
+    for p in parameters:
+        p.requires_grad = False
+    try:
+        yield
+    finally:
+        for p in parameters:
+            p.requires_grad = True
+
+
+def _muon(cfg: RunConfig, matrices: dict[nn.Parameter, Pieces], config: OptimizerConfig) -> MegatronOptimizer:
+    """Muon over these parameters, inside megatron-core's wrapper for their format."""
+    groups = [
+        {"params": [p for p, own in matrices.items() if own == pieces], "pieces": pieces, "wd_mult": 1.0}
+        for pieces in dict.fromkeys(matrices.values())
+    ]
+    group = parallel_state.get_tensor_model_parallel_group()
+    inner = Muon(groups, config.lr, cfg.optimizer.momentum, config.params_dtype, group)
+    if config.bf16:
+        muon = Float16OptimizerWithFloat16Params(inner, config, None, None)
+    else:
+        muon = FP32Optimizer(inner, config, None)
+    muon.grad_stats_parallel_group, muon.tp_group = parallel_state.get_model_parallel_group(), group
+    return muon
 
 
 def _leave_compiler_alone() -> None:

@@ -38,6 +38,12 @@ def broken(
 
 
 BROKEN: list[Broken] = [
+    broken(
+        "parallel.distributed_optimizer",
+        "muon needs whole matrices, which a sharded optimizer does not have; use f",
+        optimizer__kind="muon",
+        parallel__distributed_optimizer=True,
+    ),
     broken("model.num_layers", "at least 1", model__num_layers=0),
     broken("data.shuffle_seed", "at least 0", data__shuffle_seed=-1),
     broken("parallel.microbatch_group", "at least 1", parallel__microbatch_group=0),

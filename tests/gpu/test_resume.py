@@ -24,6 +24,7 @@ MODES: dict[str, dict[str, Any]] = {
     "bf16": BF16,
     "delayed": BF16 | {"precision__fp8": "delayed"},
     "blockwise": BF16 | {"precision__fp8": "blockwise"},
+    "muon": BF16 | {"parallel__distributed_optimizer": False, "optimizer__kind": "muon", "train__z_loss": 1e-3},
     "layers-of-pytorch": BF16 | {"precision__implementation": "local"},
 }
 MOVES = [

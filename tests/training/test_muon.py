@@ -1,0 +1,113 @@
+"""Muon: the formula, torch's own where that can run, and the same numbers in every layout that it allows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megaponder.checkpoint import folder, reader
+from megaponder.training.muon import Muon, Pieces, update_of
+from tests.tolerance import ATOL, RTOL
+from tests.training.conftest import Base, run
+from tests.training.test_resume import series
+
+MUON = {"optimizer__kind": "muon", "ponder__method": "ponderlm", "ponder__options": {"steps": 1}}
+BF16 = {"precision__dtype": "bf16"}
+LAYOUTS: dict[str, dict[str, object]] = {
+    "muon-tp2-sp": {"parallel__tensor": 2, "parallel__sequence": True},
+    "muon-pp2": {"parallel__pipeline": 2},
+    "muon-dp2-overlap": {"parallel__overlap_grad_reduce": True},
+}
+
+
+class Alone:
+    """A group of one."""
+
+    @staticmethod
+    def size() -> int:
+        return 1
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_in_bf16_it_is_the_one_of_torch() -> None:
+    shapes = ((8, 8), (24, 8), (8, 40))
+    theirs, ours = ([torch.nn.Parameter(drawn(*s)) for s in shapes] for _ in range(2))
+    reference = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    muon = Muon([{"params": ours, "weight_decay": 0.1}], 0.02, 0.9, torch.bfloat16, Alone)  # type: ignore[arg-type]
+    for step in range(3):
+        for pair in zip(theirs, ours, strict=True):
+            for p in pair:
+                p.grad = drawn(*p.shape, seed=step + 1)
+        reference.step()
+        muon.step()
+    for a, b in zip(theirs, ours, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-7)
+        assert (a != drawn(*a.shape)).all()
+
+
+def polynomial(matrix: Tensor) -> Tensor:
+    """0.2 sqrt(max(rows, columns)) O(matrix) in float64, through the singular values."""
+    u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
+    s = s / s.square().sum().sqrt()
+    for _ in range(5):
+        s = 3.4445 * s - 4.775 * s**3 + 2.0315 * s**5
+    return 0.2 * max(matrix.shape) ** 0.5 * (u * s) @ v
+
+
+def test_the_matrices_in_one_parameter_are_orthogonalised_each_by_itself() -> None:
+    fused = drawn(2 * (6 + 3 + 3), 16)  # two groups of two query heads, one key and one value head, of size 3
+    rows = torch.arange(24).view(2, 12)
+    want = torch.empty_like(fused, dtype=torch.float64)
+    for own in (rows[:, :6], rows[:, 6:9], rows[:, 9:]):
+        want[own.flatten()] = polynomial(fused[own.flatten()])
+    torch.testing.assert_close(
+        update_of(fused, Pieces(2, (6, 3, 3)), torch.float32).double(), want, rtol=1e-5, atol=1e-5
+    )
+    assert (polynomial(fused) - want).abs().max() > 0.1
+
+
+@pytest.fixture(scope="module")
+def trained(base: Base) -> Base:
+    """A run of eight steps in one process, its continuation from step 3 in each layout, and back."""
+    jobs = [{"run": str(base.root / "muon")} | MUON, {"run": str(base.root / "muon-bf16")} | MUON | BF16]
+    run("run_many", 1, jobs=[job | {"data": base.data} for job in jobs])
+    run("run_many", 2, jobs=[base.copy(n, source="muon") | MUON | changes for n, changes in LAYOUTS.items()])
+    back = base.copy("muon-back", source="muon-tp2-sp", upto=6) | MUON
+    run("run_many", 1, jobs=[back, base.copy("muon-bf16-same", source="muon-bf16") | MUON | BF16])
+    return base
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, "muon-back"])
+def test_every_layout_continues_the_series(trained: Base, name: str) -> None:
+    want, got = series(trained.rows("muon")), series(trained.rows(name))
+    for key, values in want.items():
+        np.testing.assert_allclose(got[key], values, RTOL, ATOL, err_msg=f"{name}: {key}")
+
+
+def test_master_weights_and_a_resume(trained: Base) -> None:
+    assert series(trained.rows("muon-bf16-same")) == series(trained.rows("muon-bf16"))
+    losses = [series(trained.rows(name))["loss"] for name in ("muon-bf16", "muon")]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=4e-3)
+    (found,), _ = run(
+        "refusals", 1, jobs=[trained.copy("muon-not", source="muon") | MUON | {"optimizer__kind": "adamw"}]
+    )
+    assert found[0].startswith("optimizer.kind = 'adamw': checkpoint ") and "was trained with 'muon'; use " in found[0]
+
+
+def test_only_matrices_of_layers_lack_a_second_moment(trained: Base) -> None:
+    names = reader.shapes(folder.final(trained.root / "muon" / "checkpoints", 8))
+    second = {n.partition("exp_avg_sq.")[2] for n in names if "exp_avg_sq." in n}
+    first = {n.partition("exp_avg.")[2] for n in names if "exp_avg." in n}
+    parameters = {n for n in names if not n.startswith(reader.BESIDES)}
+    assert first == parameters
+    assert parameters - second == {
+        f"decoder.layers.{i}.{m}.weight"
+        for i in range(2)
+        for m in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+    }
+    assert trained.rows("muon")[8]["loss"] < trained.rows("muon")[1]["loss"]
