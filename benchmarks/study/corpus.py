@@ -72,8 +72,10 @@ def documents(path: Path) -> Iterator[dict[str, Any]]:
             try:
                 document = orjson.loads(line)
                 assert isinstance(document["text"], str)
+                assert all(isinstance(document.get(name, ""), str) for name in ("source", "cat"))
             except (ValueError, KeyError, TypeError, AssertionError):
-                raise UserError(f'{path}, line {number}: it must be a JSON object with a string "text".') from None
+                rule = 'it must be a JSON object with a string "text", and "source" and "cat" strings, if any'
+                raise UserError(f"{path}, line {number}: {rule}.") from None
             yield document
 
 
@@ -109,6 +111,8 @@ def first_part(corpus: Path, size: float | None) -> tuple[list[dict[str, Any]], 
     total: Counter[str] = Counter()
     for document, n in zip(every, sizes, strict=True):
         total[document.get("source", "")] += n
+    if not any(sizes):
+        raise UserError(f"--corpus {corpus}: its training text is empty.")
     share = 1.0 if size is None else min(1.0, size / sum(sizes))
     taken: Counter[str] = Counter()
     kept = []
@@ -146,17 +150,19 @@ def ready(corpus: Path, size: float | None, vocab_size: int, work: Path, workers
     folder = work / f"corpus-{hashlib.sha256(choice.encode()).hexdigest()[:12]}"
     if (folder / "corpus.json").is_file():
         return Corpus(**json.loads((folder / "corpus.json").read_text()))
+    train, share = first_part(corpus, size)
+    heldout = [document for path in inputs(corpus, "heldout") for document in documents(path)]
+    if not any(document["text"] for document in heldout):
+        raise UserError(f"--corpus {corpus}: its held-out text is empty.")
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    train, share = first_part(corpus, size)
     _write(partial / "train.jsonl", train)
     every = max(1, round(sum(len(d["text"]) for d in train) / TOKENIZER_BYTES))
     _write(partial / "sample.jsonl", train[::every])
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     train_tokenizer([partial / "sample.jsonl"], partial / "tokenizer.json", vocab_size)
     kinds: dict[str, list[dict[str, Any]]] = {}
-    heldout = [document for path in inputs(corpus, "heldout") for document in documents(path)]
     for document in heldout:
         kinds.setdefault(_slug(document.get("cat", "text")), []).append(document)
     _write(partial / "heldout.jsonl", heldout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,7 +55,9 @@ def add_parser(commands: Commands) -> None:
         "--sample", type=int, default=SAMPLE, metavar="N", help=f"targets for --depth (default {SAMPLE:,})"
     )
     parser.add_argument("--ema", action="store_true", help="the moving average of the weights (optimizer.ema_decay)")
-    parser.add_argument("--length", type=int, metavar="N", help="tokens in a window; default: data.sequence_length")
+    parser.add_argument(
+        "--length", type=int, metavar="N", help="tokens in a window; default: as in training (an export: the longest)"
+    )
     parser.add_argument(
         "--limit", type=int, metavar="N", help="only the first N targets of each dataset, examples of each task"
     )
@@ -75,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name}", value, "it must be at least 1", "use 1 or more")
+    saved = _place(args)
     tasks = {}
     if args.tasks and args.ema:
         raise UserError("--tasks: it reads no moving average; make a run of it with megaponder average --ema first.")
@@ -86,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         for task, values in tasks.items():
             print(f"{task}: " + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
         if not args.data and not args.depth:
-            _write_json(args, {"path": args.path, "tasks": tasks})
+            _write_json(saved, {"path": args.path, "tasks": tasks})
             return 0
     cfg, state = heldout.read_model(args.path, args.ema)
     longest = cfg.model.max_positions
@@ -100,24 +104,44 @@ def run(args: argparse.Namespace) -> int:
     ]
     for line in table(found):
         print(line)
-    told = evaluation.told(args.path, cfg, found) | ({"tasks": tasks} if tasks else {})
+    length = args.length or cfg.data.sequence_length
+    print(f"Windows of {length:,} tokens, each read by itself.")
+    told = evaluation.told(args.path, cfg, found, length) | ({"tasks": tasks} if tasks else {})
     if args.depth:
         sample = evaluation.sample(named, args.sample)
         told |= evaluation.by_depth(cfg, state, sample, args.batch, args.length)
         for line in by_depth(told):
             print(line)
-        if not args.json and not args.ema and (Path(args.path) / "config.yaml").is_file():
-            args.json = str(Path(args.path) / evaluation.NAME)
-    _write_json(args, told)
+    _write_json(saved, told)
     return 0
 
 
-def _write_json(args: argparse.Namespace, told: dict[str, Any]) -> None:
-    from megaponder import files
+def _place(args: argparse.Namespace) -> Path | None:
+    """The file for all numbers, if any; UserError before any work where it cannot be written."""
+    from megaponder.errors import UserError
+    from megaponder.inference import evaluation
 
     if args.json:
-        files.write_json(Path(args.json), told)
-        print(f"{args.json}: all numbers.")
+        path = Path(args.json)
+    elif args.depth and not args.ema and (Path(args.path) / "config.yaml").is_file():
+        path = Path(args.path) / evaluation.NAME
+    else:
+        return None
+    if path.is_dir():
+        raise UserError(f"--json {path}: this is a folder; name a file.")
+    if not path.parent.is_dir():
+        raise UserError(f"--json {path}: there is no folder {path.parent}; make it, or name another file.")
+    if not os.access(path.parent, os.W_OK):
+        raise UserError(f"{path}: you may not write into {path.parent}; name another file with --json.")
+    return path
+
+
+def _write_json(path: Path | None, told: dict[str, Any]) -> None:
+    from megaponder import files
+
+    if path is not None:
+        files.write_json(path, told)
+        print(f"{path}: all numbers.")
 
 
 def table(found: Sequence[tuple[str, dict[str, Score]]]) -> Iterator[str]:
@@ -140,14 +164,16 @@ def table(found: Sequence[tuple[str, dict[str, Score]]]) -> Iterator[str]:
 
 def by_depth(told: Mapping[str, Any]) -> Iterator[str]:
     """The part about depth as Markdown tables: the sweep, the passes, the policy."""
-    analysis = told["analysis"]
-    yield f"\nThe same weights at other depths, on {told['sample']['targets']:,} targets:\n"
+    analysis, (first, *others) = told["analysis"], told["sample"]["prefixes"]
+    of = f" of {Path(first).name}" if others else ""
+    yield f"\nThe same weights at other depths, on {told['sample']['targets']:,} targets{of}:\n"
     rows = [["", "loss", "depth", "GFLOPs/token"]]
     for p in told["sweep"]:
         rows.append([p["variant"], _number(p["loss"]), _number(p["depth"], 2), f"{p['flops_per_token'] / 1e9:.4g}"])
     yield from _aligned(rows, 1)
     if len(analysis["losses"]) > 1:
-        yield "\nWhat one more pass brings (nats per token), and what choosing half of the tokens for it gains:\n"
+        yield f"\nWhat one more pass brings (nats per token, on {analysis['targets']:,} targets), and what choosing"
+        yield "half of the tokens for it gains:\n"
         rows = [["passes", "loss", "next pass", "rank correlation", "by score", "at random", "in hindsight"]]
         decisions = {d["after"]: d for d in analysis["decisions"]}
         for k, loss in enumerate(analysis["losses"], 1):

@@ -12,6 +12,8 @@ from megaponder.ponder.settings import embedding_scale, initialisation, method_o
 
 SEEDS = ("train.seed",)
 """What may differ within a group."""
+LONGEST = 60
+"""Characters of a label that tells settings; beyond, it tells the run's folder."""
 SECTIONS_LEFT_OUT = ("ponder", "parallel", "checkpoint", "faults", "logging")
 """The method itself, and what changes no number."""
 
@@ -40,17 +42,24 @@ def _settled(cfg: RunConfig) -> dict[str, Any]:
 
 
 def labels(results: Sequence[Result]) -> dict[str, str]:
-    """A short label of each run: its method, what of its options and settings tells it from others, never its seed."""
+    """A short label of each run: its method, and what of its options and settings tells it from others, never its seed;
+    where that is long, its folder (of runs that differ in their seed, the first one's)."""
     known = {r.name: _identity(r) for r in results}
-    labels = {}
+    labels: dict[str, str] = {}
+    made: dict[str, str] = {}
     for result in results:
-        same = [r for r in results if r.method == result.method]
-        words = [
-            f"{name.rpartition('.')[2]} {_short(known[result.name].get(name))}"
-            for name in sorted({n for r in same for n in known[r.name]})
-            if len({repr(known[r.name].get(name)) for r in same}) > 1
-        ]
-        labels[result.name] = ", ".join([result.method, *words])
+        one = repr((result.method, sorted(known[result.name].items())))
+        if one not in made:
+            same = [r for r in results if r.method == result.method]
+            words = [
+                f"{name.rpartition('.')[2]} {_short(known[result.name].get(name))}"
+                for name in sorted({n for r in same for n in known[r.name]})
+                if len({repr(known[r.name].get(name)) for r in same}) > 1
+            ]
+            label = ", ".join([result.method, *words])
+            taken = label in made.values()  # settings that differ in digits which are not shown
+            made[one] = f"{result.method}: {result.name}" if taken or len(label) > LONGEST else label
+        labels[result.name] = made[one]
     return labels
 
 
@@ -62,6 +71,10 @@ def _identity(result: Result) -> dict[str, Any]:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, dict):
+        return "; ".join(f"{name}: {_short(part)}" for name, part in value.items()) or "none"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_short, value)) or "none"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -77,7 +90,21 @@ def warnings(groups: Sequence[Group]) -> list[str]:
             by_value.setdefault(_short(values.get(name)), []).append(label)
         if len(by_value) > 1 and not (name == "data.shuffle_seed" and _follows_seed(groups)):
             said.append(_sentence(name, by_value))
-    return said
+    return _tokenizers(groups) + said
+
+
+def _tokenizers(groups: Sequence[Group]) -> list[str]:
+    """What makes losses per token incomparable."""
+    by_value: dict[str, list[str]] = {}
+    for group in groups:
+        for tokenizer in dict.fromkeys(r.tokenizer for r in group.results if r.tokenizer):
+            by_value.setdefault(tokenizer[:8], []).append(group.label)
+    if len(by_value) < 2:
+        return []
+    return [
+        f"{_sentence('tokenizer', by_value)[:-1]}. Losses per token cannot be compared then: compare bits per byte of "
+        "the same text, which megaponder eval prints."
+    ]
 
 
 def _follows_seed(groups: Sequence[Group]) -> bool:

@@ -20,6 +20,7 @@ from megaponder.plan.build import own_parameters
 from megaponder.plan.flops import inference_flops, mean_executed, mean_needed
 from megaponder.plan.parameters import model_parameters
 from megaponder.ponder.settings import method_of
+from megaponder.training import same_data
 
 X = ("tokens", "needed", "executed", "seconds")
 """What a loss can be drawn over."""
@@ -69,6 +70,8 @@ class Result:
     """Loss over more held-out text than the evaluations in training read, where it was measured."""
     text: str = ""
     """Which text that is, where runs may differ in it."""
+    tokenizer: str | None = None
+    """Fingerprint of the training data's; None where nothing says it."""
     bits_per_byte: float | None = None
     sweep: tuple[Sweep, ...] = ()
     analysis: Mapping[str, Any] | None = None
@@ -136,7 +139,8 @@ def read_run(run: Path) -> Result:
     series = jsonl.of_run(run)
     looks = [r for r in series.rows if "validation_loss" in r]
     if not looks:
-        raise UserError(f"{run} has no validation_loss in {jsonl.NAME}: set train.eval_batches above 0.")
+        why = "train.eval_batches is 0, or it stopped before its first evaluation"
+        raise UserError(f"{run} has no validation_loss in {jsonl.NAME}: {why}; leave it out, or train it further.")
     if not (run / "config.yaml").is_file():
         raise UserError(f"{run / 'config.yaml'} is missing: a comparison needs the run's configuration.")
     cfg = resolve(load_config(run / "config.yaml", []))
@@ -154,7 +158,14 @@ def read_run(run: Path) -> Result:
     )  # fmt: skip
     last = looks[-1]
     active = _numbered(last, "ponder_valid_active_pass")
+    end, total = series.rows[-1]["step"], series.rows[-1].get("total_steps")
+    if total is not None and end < total:
+        notes += (f"{run} is not finished: it is at step {end:,} of {total:,}.",)
     told = _evaluation(run)
+    if told.step not in (None, end):
+        file = run / evaluation.NAME
+        notes += (f"{file} is of step {told.step:,}, and the run at {end:,}: not used; run megaponder eval again.",)
+        told = Evaluated()
     return Result(
         name=str(run),
         method=cfg.ponder.method,
@@ -165,12 +176,22 @@ def read_run(run: Path) -> Result:
         by_depth=_numbered(last, "ponder_valid_loss_depth") or _by_pass(last),
         whole=told.loss,
         text=told.text,
+        tokenizer=_tokenizer(run),
         bits_per_byte=told.bits_per_byte,
         sweep=told.sweep,
         analysis=told.analysis,
         config=cfg,
         notes=notes,
     )
+
+
+def _tokenizer(run: Path) -> str | None:
+    """From the record of the data that the run read."""
+    try:
+        datasets = json.loads((run / same_data.NAME).read_text())["datasets"]
+        return next((d["tokenizer"] for d in datasets.values() if d["tokenizer"]), None)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def _numbered(row: Mapping[str, Any], prefix: str) -> dict[int, float]:
@@ -192,7 +213,9 @@ class Evaluated:
     loss: float | None = None
     """Of the model as it is, over held-out datasets."""
     text: str = ""
-    """Names of the datasets and their numbers of targets."""
+    """Names of the datasets, their numbers of targets, and the length of windows."""
+    step: int | None = None
+    """Of the checkpoint; None where the file does not tell."""
     bits_per_byte: float | None = None
     sweep: tuple[Sweep, ...] = ()
     analysis: Mapping[str, Any] | None = None
@@ -219,7 +242,9 @@ def evaluated(told: Mapping[str, Any]) -> Evaluated:
     if analysis := told.get("analysis"):
         _ = analysis["losses"], analysis["decisions"], analysis["classes"]
     text = ", ".join(f"{name} ({values['targets']:,} targets)" for name, values in results[0]["data"].items())
-    return Evaluated(whole["loss"], text, whole["bits_per_byte"], points, analysis)
+    if told.get("length"):
+        text += f", in windows of {told['length']:,} tokens"
+    return Evaluated(whole["loss"], text, told.get("step"), whole["bits_per_byte"], points, analysis)
 
 
 def kind(variant: str) -> str:

@@ -1,6 +1,6 @@
 """The file that `megaponder eval` writes and `megaponder compare` reads, and its part about depth.
 
-path, method, options
+path, step, length, method, options
 results     by variant: loss, perplexity, bits per byte and FLOPs of each dataset (`data`) and of all (`together`)
 sample      which part of the text the following is of
 sweep       the same weights at other depths (`inference.sweep`)
@@ -12,10 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from megaponder.checkpoint.choose import locate
+from megaponder.checkpoint.state import load_state
 from megaponder.config.schema import RunConfig
 from megaponder.data.indexed import read_index
 from megaponder.data.tokenizer import load_tokenizer
@@ -67,8 +70,8 @@ def by_depth(
     return {"sample": asdict(sample), "sweep": swept, "analysis": found}
 
 
-def told(source: str, cfg: RunConfig, found: Sequence[tuple[str, Mapping[str, Score]]]) -> dict[str, Any]:
-    """All numbers of `heldout.score_all` by variant."""
+def told(source: str, cfg: RunConfig, found: Sequence[tuple[str, Mapping[str, Score]]], length: int) -> dict[str, Any]:
+    """All numbers of `heldout.score_all` by variant, in windows of `length` tokens."""
     results: list[dict[str, Any]] = [
         {
             "variant": label,
@@ -77,4 +80,12 @@ def told(source: str, cfg: RunConfig, found: Sequence[tuple[str, Mapping[str, Sc
         }
         for label, scores in found
     ]
-    return {"path": source, "method": cfg.ponder.method, "options": cfg.ponder.options, "results": results}
+    place = {"path": source, "step": _step(source), "length": length}
+    return place | {"method": cfg.ponder.method, "options": cfg.ponder.options, "results": results}
+
+
+def _step(source: str) -> int | None:
+    """Training steps of a run's newest checkpoint or of a checkpoint; None for an export."""
+    if (Path(source) / "config.json").is_file():
+        return None
+    return load_state(locate(source))[0].step

@@ -115,18 +115,15 @@ def read_model(path: str | Path, ema: bool = False) -> tuple[RunConfig, dict[str
 def datasets(cfg: RunConfig, named: Sequence[str]) -> dict[str, str]:
     """Datasets by name, from words NAME=PREFIX or PREFIX; without any, those of data.valid.
 
-    Raises UserError where there is none, or for one that the model has no embeddings for.
+    Raises UserError where there is none, for one that the model has no embeddings for, and for one of another
+    tokenizer.
     """
-    from megaponder.data.blend import prefix_of, valid_sources
+    from megaponder.data.blend import prefix_of
 
     if not named:
-        found = {
-            name if name and len(sources) == 1 else Path(source.path).name: source.path
-            for name, sources in valid_sources(cfg.data).items()
-            for source in sources
-        }
+        found = _of_run(cfg)
         if not found:
-            raise UserError("--data is missing: name held-out datasets, as --data NAME=PREFIX, for the run has none.")
+            raise UserError("--data is missing, and the model names no held-out data; use --data NAME=PREFIX.")
     else:
         found = {}
         for word in named:
@@ -135,15 +132,51 @@ def datasets(cfg: RunConfig, named: Sequence[str]) -> dict[str, str]:
             name = name or Path(prefix).name
             if found.setdefault(name, prefix) != prefix:
                 raise UserError(f"--data {word}: the name {name} is given twice; name each dataset by itself.")
+    tokenizer = _tokenizer(cfg)
     for prefix in found.values():
         index = read_index(prefix)
         meta = read_meta(index)
+        # kinds differ where an export holds a SentencePiece tokenizer in another form
+        if meta and meta.tokenizer_kind == tokenizer[0] and meta.tokenizer_fingerprint != tokenizer[1]:
+            rule = f"it was prepared with another tokenizer than the model's ({meta.tokenizer})"
+            raise ConfigError("--data", prefix, rule, "prepare the text with the model's own tokenizer")
         largest = meta.max_id if meta else index.max_id()
         assert cfg.model.vocab_size is not None
         if largest >= cfg.model.vocab_size:
             rule = f"it has token id {largest}, and the model has {cfg.model.vocab_size}"
             raise ConfigError("--data", prefix, rule, "prepare the text with the model's own tokenizer")
     return found
+
+
+def _of_run(cfg: RunConfig) -> dict[str, str]:
+    """The datasets of data.valid, each under a name of its own."""
+    from megaponder.data.blend import valid_sources
+
+    found: dict[str, str] = {}
+    for name, sources in valid_sources(cfg.data).items():
+        for source in dict.fromkeys(s.path for s in sources):
+            short = name if name and len(sources) == 1 else Path(source).name
+            if found.get(short, source) != source:
+                short = source
+            found[short] = source
+    return found
+
+
+def _tokenizer(cfg: RunConfig) -> tuple[str, str]:
+    """Kind and fingerprint of the tokenizer that the model was trained with; empty where nothing says it."""
+    from megaponder.data.blend import parse_blend
+    from megaponder.data.tokenizer import load_tokenizer
+
+    try:
+        if cfg.data.tokenizer:
+            tokenizer = load_tokenizer(cfg.data.tokenizer)
+            return tokenizer.kind, tokenizer.fingerprint
+        for source in parse_blend(cfg.data.train, "data.train"):
+            if meta := read_meta(read_index(source.path)):
+                return meta.tokenizer_kind, meta.tokenizer_fingerprint
+    except UserError:
+        pass  # they lie elsewhere
+    return "", ""
 
 
 def windows(

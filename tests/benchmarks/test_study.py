@@ -18,7 +18,7 @@ WORDS = "one thinks twice before the other speaks and then once more of it".spli
 
 def write(folder: Path, documents: int = 150) -> Path:
     dice = random.Random(1)
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     for part, count in (("train", documents), ("heldout", documents // 5)):
         lines = []
         for i in range(count):
@@ -42,9 +42,15 @@ def test_the_first_part_of_every_source(tmp_path: Path) -> None:
     assert corpus.first_part(packed, None)[0] == whole and (packed / "SOURCES.md").is_file()
     with pytest.raises(UserError, match=r"there is no train.jsonl"):
         corpus.first_part(tmp_path, None)
-    (folder / "train.jsonl").write_text('{"text": 3}\n')
-    with pytest.raises(UserError, match="line 1: it must be a JSON object"):
-        corpus.first_part(folder, None)
+    for line in ('{"text": 3}', '{"text": "a", "source": []}', "a"):
+        (folder / "train.jsonl").write_text(f"{line}\n")
+        with pytest.raises(UserError, match="line 1: it must be a JSON object"):
+            corpus.first_part(folder, None)
+    for name, text in (("train", '{"text": ""}\n'), ("heldout", "")):
+        write(folder)
+        (folder / f"{name}.jsonl").write_text(text)
+        with pytest.raises(UserError, match="text is empty"):
+            corpus.ready(folder, None, 300, tmp_path / "work")
 
 
 def test_rows_differ_in_what_they_say_alone(tmp_path: Path) -> None:

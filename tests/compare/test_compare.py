@@ -171,6 +171,31 @@ def test_every_setting_that_differs_is_named(tmp_path: Path) -> None:
     assert any("0.001 (ponderlm" in s and "0.0003 (vanilla)" in s for s in said)
 
 
+def test_long_labels_are_folders_and_equal_ones_are_told_apart(tmp_path: Path) -> None:
+    near = [make(tmp_path / f"n{i}", "vanilla", optimizer={"lr": lr}) for i, lr in enumerate((1e-3, 1.00001e-3))]
+    far = [make(tmp_path / f"f{i}", "ponderlm", data={"train": ["ab"[i] * 70]}) for i in (0, 1)]
+    found = [results.read_run(run) for run in (*near, *far)]
+    labels = list(differences.labels(found).values())
+    assert labels[0] == "vanilla, lr 0.001" and labels[1:] == [
+        f"vanilla: {near[1]}", f"ponderlm: {far[0]}", f"ponderlm: {far[1]}"
+    ]  # fmt: skip
+
+
+def test_numbers_that_cannot_be_compared_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Other tokenizers, an evaluation of an earlier step, a run that is not finished."""
+    runs = [make(tmp_path / m, m) for m in ("vanilla", "ponderlm")]
+    for run, tokenizer in zip(runs, ("a" * 64, "b" * 64), strict=True):
+        (run / "data.json").write_text(json.dumps({"datasets": {"text": {"tokenizer": tokenizer}}}))
+        (run / "eval.json").write_text(json.dumps(evaluated(2.5) | {"step": 30 if run is runs[0] else 20}))
+    metrics = runs[0] / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"step": 30', '"total_steps": 40, "step": 30'))
+    assert main(["compare", *map(str, runs), "--out", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    assert "tokenizer differs: aaaaaaaa (vanilla); bbbbbbbb (ponderlm). Losses per token cannot be compared" in out
+    assert f"{runs[0]} is not finished: it is at step 30 of 40." in out
+    assert f"{runs[1] / 'eval.json'} is of step 20, and the run at 30: not used" in out and "2.5000" not in out
+
+
 def test_runs_without_flops_are_told(tmp_path: Path) -> None:
     run = make(tmp_path / "old", "vanilla", flops=False)
     found = results.read_run(run)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from megaponder.cli.main import main
 from megaponder.data.indexed import read_index
+from megaponder.data.info import DatasetMeta
 from megaponder.errors import UserError
 from megaponder.export.to_hf import export
 from megaponder.inference import fit, heldout, variants
@@ -128,18 +129,39 @@ def test_tasks_without_lm_eval_are_refused(tmp_path: Path, capsys: pytest.Captur
     assert 'pip install "megaponder[eval]"' in capsys.readouterr().err
 
 
-def test_what_cannot_be_evaluated(tmp_path: Path) -> None:
+def test_datasets_of_one_file_name_are_all_read(tmp_path: Path) -> None:
+    checkpoints.make("llama", "vanilla", tmp_path / "run", {"sequence_length": LENGTH})
+    cfg, _ = heldout.read_model(tmp_path / "run")
+    paths = []
+    for folder in ("wiki", "code", "law"):
+        (tmp_path / folder).mkdir()
+        paths.append(written(tmp_path / folder / "valid", 40)[0])
+    cfg.data.valid = {"a": [1.0, paths[0], 1.0, paths[1]], "law": [paths[2]]}
+    assert heldout.datasets(cfg, []) == {"valid": paths[0], paths[1]: paths[1], "law": paths[2]}
+
+
+def test_what_cannot_be_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoints.make("llama", "loop", tmp_path / "run", {"sequence_length": LENGTH})
     cfg, _ = heldout.read_model(tmp_path / "run")
     prefix = datasets.write(tmp_path / "foreign", 50, 1, vocabulary=90)
+    other, cfg.data.tokenizer = written(tmp_path / "other", 50)[0], "bytes"
+    index = read_index(other)
+    meta = DatasetMeta("elsewhere", "bytes", "c" * 64, 90, 0, index.max_id(), index.documents, 50, "uint16", 100)
+    Path(f"{other}.json").write_bytes(meta.dump())
     for words, sentence in (
         ([], "--data is missing"),
         ([prefix], "it has token id"),
+        ([other], "another tokenizer"),
         ([f"a={prefix}", f"a={prefix}2"], "the name a is given twice"),
         ([str(tmp_path / "none")], "no such file"),
     ):
         with pytest.raises(UserError, match=sentence):
             heldout.datasets(cfg, words)
-    for options, sentence in ((([0.5], []), "has no threshold"), (([], [0]), "at least 1")):
+    for word in ("none/table.json", "."):
+        assert main(["eval", str(tmp_path / "run"), "--json", str(tmp_path / word)]) == 2
+    assert "there is no folder" in (said := capsys.readouterr().err) and "this is a folder" in said
+    for options, sentence in (
+        (([0.5], []), "has no threshold"), (([], [0]), "at least 1"), (([math.nan], []), "between 0 and 1")
+    ):  # fmt: skip
         with pytest.raises(UserError, match=sentence):
             variants.asked(cfg, *options)

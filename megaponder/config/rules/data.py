@@ -70,7 +70,7 @@ def blends_are_well_formed(c: Case) -> None:
     """`path` or `weight path weight path ...`."""
     valid = c.cfg.data.valid
     for name, named in valid.items() if isinstance(valid, dict) else ():
-        rule = "its name becomes part of a metric's, so it must be letters, digits and underscores"
+        rule = "a name becomes part of a metric's name, so it must be letters, digits and underscores"
         fix = f"use {re.sub(r'[^A-Za-z0-9_]+', '_', name) or 'heldout'}"
         require(re.fullmatch(r"[A-Za-z0-9_]+", name) is not None, "data.valid", name, rule, fix)
         require(bool(named), f"data.valid.{name}", named, "it names no dataset", "remove it, or name a dataset")
