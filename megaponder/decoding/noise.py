@@ -19,6 +19,13 @@ def _mixed(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & (2**33 - 1))
 
 
+def sequence_uniform(ids: Tensor, seed: int, step: Tensor | int) -> Tensor:
+    """A number in (0, 1) for each sequence of ids [b, n], FP32 [b]."""
+    token = _mixed(ids.long() + _mixed(torch.full_like(ids, seed))) + torch.arange(ids.shape[1], device=ids.device)
+    bits = (_mixed(_mixed(_mixed(token).sum(-1)) + step) >> 41) & (2**23 - 1)
+    return (bits.float() + 0.5) / 2**23
+
+
 def token_noise(ids: Tensor, positions: Tensor, seed: int, step: Tensor | int, width: int) -> Tensor:
     """Standard normal numbers cut off at three standard deviations, FP32 [..., width], for tokens [...]."""
     row = _mixed(_mixed(_mixed(ids.long() + _mixed(torch.full_like(ids, seed))) + positions) + step)

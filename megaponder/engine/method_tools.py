@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
-from megaponder.decoding.noise import token_noise
+from megaponder.decoding.noise import sequence_uniform, token_noise
 from megaponder.engine.mixture import vocabulary_mixture
 from megaponder.engine.row_kernels import only
 
@@ -73,6 +73,9 @@ class StageEntryTools:
 
     def embed(self, ids_bn: Tensor, factor: float = 1.0) -> Tensor:
         return self._stage.embedding(ids_bn, slots=ids_bn.shape[1] // self._tokens, factor=factor)
+
+    def uniform(self, seed: int) -> Tensor | None:
+        return None if self._step is None else sequence_uniform(self._ids_bn, seed, self._step.long())
 
     def noise(self, seed: int) -> Tensor:
         stage, step = self._stage, -1 if self._step is None else self._step.long()

@@ -75,6 +75,10 @@ class EntryTools(Protocol):
     def embed(self, ids_bn: Tensor, factor: float = 1.0) -> Tensor:
         """Embeddings [s, b, H] of ids [b, n*slots]: factor * scale * table[ids], plus learned positions if any."""
 
+    def uniform(self, seed: int) -> Tensor | None:
+        """A number in (0, 1) for each sequence, FP32 [b], a function of seed, step and the sequence's ids, for what a
+        sequence draws in training; None in evaluation."""
+
     def noise(self, seed: int) -> Tensor:
         """Standard normal numbers cut off at 3, FP32 [s, b, H], a function of seed, step, position and id: the same in
         every layout, after a resume, and in decoding (`decoding.noise.token_noise`); evaluation is step -1."""

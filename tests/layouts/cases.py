@@ -187,6 +187,19 @@ CASES = {
         {"num_layers": 5, "num_kv_heads": 2},
         stages={2: [3, 2], 3: [2, 1, 2]},
     ),
+    "parcae-llama": Case(
+        "llama",
+        "parcae",
+        {"prelude": 1, "coda": 1, "recurrence": 2, "draw_to": 5, "kept": 2},
+        {
+            "num_layers": 4,
+            "tie_embeddings": True,
+            "qk_norm": "rotated",
+            "rotary_pairs": "adjacent",
+            "activation": "relu2",
+        },
+        stages={2: [1, 3], 3: [1, 2, 1]},
+    ),
     "ouro-sandwich": Case(
         "llama",
         "ouro",
@@ -204,6 +217,10 @@ CASES = {
     "everything-llama": Case("llama", "sink", {}, {"num_kv_heads": 2}),
     "everything-deep": Case("pythia", "sink", {}, {"num_layers": 6}),  # PP = 2 and 3 divide it
 }
+
+
+TRUNCATED = ("huginn", "retrofit", "parcae")
+"""Methods whose first passes have no gradient."""
 
 
 @dataclass(frozen=True)
@@ -309,7 +326,7 @@ def run_config(case: Case, layout: Layout) -> RunConfig:
         overlap_param_gather=layout.overlap and layout.distributed_optimizer,
         recompute=layout.recompute,  # type: ignore[arg-type]
         recompute_layers=layout.parts,
-        recompute_passes=None if case.method == "huginn" else layout.parts,
+        recompute_passes=None if case.method in TRUNCATED else layout.parts,
     )
     return resolve(cfg)
 

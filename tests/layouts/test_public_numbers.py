@@ -19,9 +19,12 @@ from tests.tolerance import RTOL
 cuda_on_cpu.install()
 
 from megaponder.data.batch import MicroBatch  # noqa: E402
+from megaponder.decoding.noise import sequence_uniform  # noqa: E402
 from megaponder.engine import groups, method_tools  # noqa: E402
 from megaponder.engine.build import build_engine  # noqa: E402
 from megaponder.export import looped, names, reference  # noqa: E402
+from megaponder.ponder import drawn  # noqa: E402
+from megaponder.ponder.methods.parcae import training as parcae_training  # noqa: E402
 from megaponder.ponder.settings import method_of  # noqa: E402
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "looped"
@@ -109,3 +112,70 @@ def test_public_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for key, grad in names.to_stage(plain(kind, grads, cfg), cfg.model).items():
         found = dict(engine.stage.named_parameters())[key].main_grad
         assert float((found - grad).abs().max()) < RTOL * largest, key
+
+
+PARCAE = {
+    "wte.weight": "model.embed_tokens.weight", "ln_f.weight": "model.norm.weight", "C.weight": "method.C.weight",
+    "ln_prelude.weight": "method_entry.injection.norm", "adapter.A_log": "method_entry.injection.A_log",
+    "adapter.dt_bias": "method_entry.injection.dt_bias", "adapter.B": "method_entry.injection.B.weight",
+}  # fmt: skip
+BLOCK = {
+    "norm_1": "input_layernorm", "norm_2": "post_attention_layernorm", "attn.c_proj": "self_attn.o_proj",
+    "attn.c_q": "self_attn.q_proj", "attn.c_k": "self_attn.k_proj", "attn.c_v": "self_attn.v_proj",
+    "mlp.fc": "mlp.up_proj", "mlp.proj": "mlp.down_proj",
+}  # fmt: skip
+
+
+def parcae(tensors: dict[str, Tensor], half: float) -> dict[str, Tensor]:
+    """Plain tensors; the public MLP halves the square of its ReLU, here its last matrix is halved instead."""
+    out = {}
+    for name, tensor in tensors.items():
+        part = name.removeprefix("transformer.")
+        if part in PARCAE:
+            out[PARCAE[part]] = tensor
+            continue
+        place, number, rest = part.removesuffix(".weight").split(".", 2)
+        layer = {"prelude": 0, "core_block": 2, "coda": 4}[place] + int(number)
+        out[f"model.layers.{layer}.{BLOCK[rest]}.weight"] = tensor * half if rest == "mlp.proj" else tensor
+    return out
+
+
+def test_sequences_of_different_depths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parcae without value embeddings: sequences of 5, 1 and 2 recurrences, of which the last two have gradients.
+
+    The numbers are those of a float64 program which equals the public file (2e-15).
+    """
+    z = np.load(FOLDER / "parcae.npz")
+    meta = json.loads(str(z["meta"]))
+    cfg = config("retrofit", {"n_embd": 32, "n_heads": 4, "n_kv_heads": 4, "norm_eps": 1e-5})
+    model, options = cfg.model, {name: meta[name] for name in ("kept", "recurrence", "draw_to")}
+    model.qk_norm, model.rotary_pairs, model.activation, model.tie_embeddings = "rotated", "adjacent", "relu2", True
+    cfg.ponder = PonderConfig("parcae", {"prelude": 2, "coda": 1} | options)
+    cfg.train.global_batch = cfg.train.micro_batch = 3
+    method = method_of(cfg)
+    engine = build_engine(cfg, method, groups.init(cfg))
+    weights, grads = ({k[2:]: torch.tensor(z[k]) for k in z.files if k.startswith(p)} for p in ("p/", "g/"))
+    reference.load(engine.stage, names.to_stage(parcae(weights, 0.5), cfg.model))
+    start = torch.tensor(z["s0"]).transpose(0, 1) / method.state_std()  # type: ignore[attr-defined]
+    monkeypatch.setattr(method_tools.StageEntryTools, "noise", lambda self, seed: start)
+    monkeypatch.setattr("megaponder.ponder.methods.parcae.training.poisson", lambda *_: torch.tensor(meta["totals"]))
+    assert worst(engine.logits(torch.tensor(z["ids"])), torch.tensor(z["logits"])) < RTOL
+    labels = torch.tensor(z["labels"])
+    engine.zero_grad()
+    batch = MicroBatch(torch.tensor(z["ids"]), labels.clamp(min=0), (labels >= 0).float())
+    assert engine.forward_backward([batch], 0, train=True).loss == pytest.approx(float(z["loss"]), rel=RTOL)
+    largest = max(float(g.abs().max()) for g in grads.values())
+    for key, grad in names.to_stage(parcae(grads, 2.0), cfg.model).items():
+        found = dict(engine.stage.named_parameters())[key].main_grad
+        assert float((found - grad).abs().max()) < RTOL * largest, key
+
+
+def test_drawn_depths() -> None:
+    """The distribution function's inverse, in numbers of the device and in plain ones."""
+    u = torch.linspace(0.001, 0.9999, 400)
+    got = parcae_training.poisson(8, u, 16).tolist()
+    assert got == [min(16, max(1, drawn.poisson(8, float(x)))) for x in u] and {1, 2, 16} <= set(got)
+    ids = torch.arange(4000).reshape(1000, 4)
+    first, second = (sequence_uniform(ids, 1, step) for step in (0, 1))
+    assert abs(float(first.mean()) - 0.5) < 0.03 and abs(float(first.var()) * 12 - 1) < 0.1
+    assert abs(float(torch.corrcoef(torch.stack([first, second]))[0, 1])) < 0.1 and 0 < first.min() < first.max() < 1

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaponder.decoding.noise import token_noise
+from megaponder.decoding.noise import sequence_uniform, token_noise
+from megaponder.ponder.drawn import poisson
 from tests.oracles.reference import Oracle, Result
 
 
@@ -29,6 +30,28 @@ def recurrent(o: Oracle, ids: Tensor, options: dict[str, Any], labels: Tensor | 
             state = state.detach()
     x = state if retrofit else o.norm(state, "final_norm")
     x = o.stack(x, positions, layers=range(end, layers))
+    return Result(o.norm(x, "final_norm") @ o.head.T)
+
+
+def parcae(o: Oracle, ids: Tensor, options: dict[str, Any], labels: Tensor | None) -> Result:
+    """As in `recurrent`, with a decaying state; in training a sequence draws its depth, and starts with it."""
+    h, positions, layers = o.table.shape[1], torch.arange(len(ids)), o.m.num_layers
+    begin, end, r = options["prelude"], layers - options["coda"], options["recurrence"]
+    at = "method_entry.injection."
+    e = o.stack(o.embed(ids, positions), positions, layers=range(begin))
+    e = e * (e.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * o.w[f"{at}norm"]
+    dt = F.softplus(o.w[f"{at}dt_bias"])
+    keep = (-dt * o.w[f"{at}A_log"].exp()).exp()
+    state = math.sqrt(2 / (5 * h)) * token_noise(ids, positions, 0, -1 if labels is None else 0, h).double()
+    if labels is not None and options["draw_to"]:
+        u = float(sequence_uniform(ids[None], 0, 0))
+        r = min(max(1, poisson(r, u)), options["draw_to"])
+    for i in range(r):
+        mixed = keep * state + dt * (e @ o.w[f"{at}B.weight"].T)
+        state = o.stack(mixed, positions, layers=range(begin, end))
+        if labels is not None and i < r - options["kept"]:
+            state = state.detach()
+    x = o.stack(state @ o.w["method_modules.C.weight"].T, positions, layers=range(end, layers))
     return Result(o.norm(x, "final_norm") @ o.head.T)
 
 
@@ -90,6 +113,7 @@ def nanbeige(o: Oracle, ids: Tensor, options: dict[str, Any], labels: Tensor | N
 METHODS = {
     "huginn": lambda *a: recurrent(*a, retrofit=False),
     "retrofit": lambda *a: recurrent(*a, retrofit=True),
+    "parcae": parcae,
     "ouro": ouro,
     "nanbeige": nanbeige,
 }

@@ -40,6 +40,15 @@ class Recurrent(DecodingMethod):
         """Of the first state, over the papers' standard deviation of matrices."""
         return 1.0
 
+    def embedded(self, model: Any, e: Tensor) -> Tensor:
+        """What each recurrence reads of the prelude's output."""
+        return e
+
+    def mixed(self, model: Any, state: Tensor, embedded: Tensor) -> Tensor:
+        """Input of the core."""
+        out: Tensor = model.method_entry["adapter"](torch.cat([state, embedded], dim=-1))
+        return out
+
     def between(self, model: Any, state: Tensor) -> Tensor:
         """What the coda reads of the last state."""
         return state
@@ -49,13 +58,12 @@ class Recurrent(DecodingMethod):
         layers, r = len(net.layers), o["recurrence"]
         begin, end = o["prelude"], layers - o["coda"]
         view = run.view(0)
-        e = net.stack(net.embed(net.words(ids), run.positions), 0, view, part=range(begin))
+        e = self.embedded(model, net.stack(net.embed(net.words(ids), run.positions), 0, view, part=range(begin)))
         std = math.sqrt(2 / (5 * e.shape[-1])) * self.state_scale()
         state = (std * token_noise(ids, run.positions, o["noise_seed"], -1, e.shape[-1])).to(e.dtype)
         for index in range(r):
             view = view if index == 0 else run.view(index)
-            mixed = model.method_entry["adapter"](torch.cat([state, e], dim=-1))
-            before, state = state, net.stack(mixed, index, view, part=range(begin, end))
+            before, state = state, net.stack(self.mixed(model, state, e), index, view, part=range(begin, end))
             if o["exit_below"] and self._settled(before, state, run):
                 break
         run.depth = torch.full_like(ids, index + 1)
