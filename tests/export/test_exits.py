@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -64,3 +66,36 @@ def test_exits_of_huginn_save_recurrences() -> None:
     torch.testing.assert_close(net(tokens, exit_below=1e-9).logits, net(tokens).logits)
     with pytest.raises(ValueError, match="passes = 0"):
         net(tokens, passes=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("by", ["change", "cosine", "entropy", "divergence", "likeliest"])
+def test_criteria_of_huginn(by: str) -> None:
+    """Each stops where plain numbers say so, and one that never holds changes nothing, cached or not."""
+    options = models.METHODS["huginn"] | {"recurrence": 6, "coda": 1, "prelude": 0}
+    net, tokens = models.model("llama", "huginn", method_options=options), models.ids(1, 7)
+    whole = net(tokens, use_cache=False).logits
+    never = dict(exit_by=by, exit_below=9.0 if by == "likeliest" else 1e-30)
+    first = net(tokens[:, :4], use_cache=True, **never)
+    rest = net(tokens[:, 4:], cache=first["cache" if "cache" in first else "past_key_values"], **never)
+    got = torch.cat([first.logits, rest.logits], dim=1)
+    torch.testing.assert_close(got, whole, rtol=RTOL, atol=RTOL * float(whole.abs().max()))
+    steps = [net(tokens, passes=r, use_cache=False).logits for r in range(1, 7)]
+    p = [x.double().softmax(-1) for x in steps]
+    entropy = [-(x * x.log()).sum(-1) for x in p]
+    measured = {
+        "entropy": [(b - a).abs().max() for a, b in pairwise(entropy)],
+        "divergence": [(b * (b.log() - a.log())).sum(-1).max() for a, b in pairwise(p)],
+        "likeliest": [-float((a.argmax(-1) == b.argmax(-1)).all()) for a, b in pairwise(p)],
+    }
+    if by in measured:
+        below = 1.0 if by == "likeliest" else 1.0001 * float(min(measured[by][:-1]))
+        limit = -0.5 if by == "likeliest" else below
+        want = next((i + 2 for i, x in enumerate(measured[by][:-1]) if x < limit), 6)
+    else:
+        below, want = 1e9, 1
+    done = net(tokens, exit_by=by, exit_below=below, use_cache=True, output_depths=True)
+    assert int(done.depths.max()) == want
+    torch.testing.assert_close(done.logits, steps[want - 1], rtol=RTOL, atol=RTOL * float(whole.abs().max()))
+    with pytest.raises(ValueError, match="exit_by = 'x': it must be one of change, cosine"):
+        net(tokens, exit_by="x")

@@ -18,7 +18,7 @@ from megaponder.export.from_hf import import_hf
 from megaponder.export.load import load_folder
 from megaponder.export.looped import _frequencies
 from megaponder.export.to_hf import export
-from tests.export import checkpoints, models
+from tests.export import checkpoints
 from tests.tolerance import RTOL
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "looped"
@@ -115,60 +115,3 @@ def test_other_models_have_no_such_format(tmp_path: Path) -> None:
         targets.check(cfg, "ouro")
     with pytest.raises(UserError, match="holds models of method huginn, and this one is ouro"):
         export(tmp_path / "run", tmp_path / "out", target="huginn_raven")
-
-
-def _rows(net: torch.nn.Module) -> list[int]:
-    """Rows that each layer call computes, noted as they run."""
-    seen: list[int] = []
-    for layer in net.model.layers:  # type: ignore[union-attr]
-        layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[0] * args[0].shape[1]))
-    return seen
-
-
-@torch.no_grad()
-def test_exits_of_ouro_save_loops() -> None:
-    """A token that stops leaves its later loops out, cached or not; a single token loses nothing by it."""
-    options = models.METHODS["ouro"] | {"skips_loops": True}
-    net, tokens = models.model("llama", "ouro", method_options=options), models.ids(2, 9)
-    seen = _rows(net)
-    whole = net(tokens, use_cache=False, output_depths=True)
-    assert 1 <= float(whole.depths.min()) < float(whole.depths.max()) <= 3
-    assert sum(seen) == 2 * int(whole.depths.sum()) < 2 * 3 * tokens.numel()
-    first = net(tokens[:, :4], use_cache=True)
-    rest = net(tokens[:, 4:], cache=first["cache" if "cache" in first else "past_key_values"])
-    got = torch.cat([first.logits, rest.logits], dim=1)
-    torch.testing.assert_close(got, whole.logits, rtol=RTOL, atol=RTOL * float(got.abs().max()))
-    exact = models.model("llama", "ouro")(tokens[:, :1], use_cache=False).logits
-    torch.testing.assert_close(net(tokens[:, :1]).logits, exact, rtol=RTOL, atol=RTOL * float(exact.abs().max()))
-
-
-@torch.no_grad()
-def test_a_threshold_of_one_means_all_loops() -> None:
-    """In BF16 the exit probabilities of a sure gate add up to 1.0 after the first loop."""
-    net = models.model("llama", "ouro", method_options={"loops": 3, "threshold": 1.0, "skips_loops": True}).bfloat16()
-    net.method["gate"].weight.zero_()
-    net.method["gate"].bias.fill_(6.5)
-    assert torch.sigmoid(net.method["gate"].bias).item() == 1.0
-    assert int(net(models.ids(1, 5), output_depths=True).depths.min()) == 3
-    assert int(net(models.ids(1, 5), threshold=0.99, output_depths=True).depths.max()) == 1
-
-
-@torch.no_grad()
-def test_exits_of_huginn_save_recurrences() -> None:
-    """A core that stops after one recurrence is a model of one recurrence, and its cache is complete."""
-    net, tokens = models.model("llama", "huginn"), models.ids(2, 7)
-    one = net(tokens, passes=1, use_cache=False).logits
-    seen = _rows(net)
-    stopped = net(tokens, exit_below=1e9, use_cache=True, output_depths=True)
-    assert len(seen) == 2 and int(stopped.depths.max()) == 1  # a layer of the prelude, one of the core
-    torch.testing.assert_close(stopped.logits, one)
-    cache = stopped["cache" if "cache" in stopped else "past_key_values"]
-    keys = [cache.layers[index * 2 + 1].keys for index in range(3)]
-    assert all(torch.equal(k, keys[0]) for k in keys[1:])
-    going = net(tokens[:, :1], cache=cache, output_depths=True)  # runs all three, over what is there
-    assert int(going.depths.max()) == 3 and going.logits.isfinite().all()
-    some = net(tokens, exit_below=0.5, output_depths=True).depths
-    assert 1 <= int(some.max()) <= 3
-    torch.testing.assert_close(net(tokens, exit_below=1e-9).logits, net(tokens).logits)
-    with pytest.raises(ValueError, match="passes = 0"):
-        net(tokens, passes=0)

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaponder.decoding.backbone import wide
@@ -14,13 +15,56 @@ from megaponder.decoding.method import DecodingMethod
 from megaponder.decoding.noise import token_noise
 from megaponder.decoding.passes import Run, View
 
+EXITS = ("change", "cosine", "entropy", "divergence", "likeliest")
+
+
+class Exit:
+    """Whether the newest recurrence changed anything for the new tokens, by one of Huginn's criteria."""
+
+    def __init__(self, options: dict[str, Any], real: Tensor):
+        self.by, self.below, self.real = options["exit_by"], options["exit_below"], real
+        self.before: Tensor | None = None
+        self.same = torch.zeros_like(real, dtype=torch.long)
+
+    @property
+    def reads(self) -> bool:
+        """It needs the logits of every recurrence."""
+        return bool(self.below) and self.by not in ("change", "cosine")
+
+    def of_state(self, before: Tensor, state: Tensor) -> bool:
+        """By the states [b, n, H] before and after."""
+        if not self.below or self.reads:
+            return False
+        old, new = wide(before), wide(state)
+        if self.by == "cosine":
+            return self._all(1 - F.cosine_similarity(new, old, dim=-1) < self.below)
+        return self._all((new - old).norm(dim=-1) / new.norm(dim=-1) < self.below)
+
+    def of_logits(self, logits: Tensor) -> bool:
+        """By the logits [b, n, V] after each recurrence, called in order."""
+        if self.by == "likeliest":
+            now = logits.argmax(-1)
+            self.same = self.same * 0 if self.before is None else torch.where(now == self.before, self.same + 1, 0)
+            self.before = now
+            return self._all(self.same >= self.below)
+        old, new = self.before, wide(logits).log_softmax(-1)
+        self.before = new
+        if old is None:
+            return False
+        if self.by == "divergence":
+            return self._all((new.exp() * (new - old)).sum(-1) < self.below)
+        return self._all(((new.exp() * new).sum(-1) - (old.exp() * old).sum(-1)).abs() < self.below)
+
+    def _all(self, done: Tensor) -> bool:
+        return bool(done[self.real].all())
+
 
 class Recurrent(DecodingMethod):
     """Prelude, a core that is repeated from a random state, and coda."""
 
     needs_ids = True  # they seed the noise
     training_only = ("draw", "draw_from", "draw_to", "grow_steps", "grow", "kept")
-    arguments = ("passes", "exit_below")
+    arguments = ("passes", "exit_below", "exit_by")
     as_trained = {"exit_below": 0.0}
 
     def using(self, given: dict[str, Any]) -> Recurrent:
@@ -29,6 +73,10 @@ class Recurrent(DecodingMethod):
             if passes < 1:
                 raise ValueError(f"passes = {passes}: it must be at least 1")
             made.options = {**made.options, "recurrence": int(passes)}
+        if (by := given.get("exit_by")) is not None:
+            if by not in EXITS:
+                raise ValueError(f"exit_by = {by!r}: it must be one of {', '.join(EXITS)}")
+            made.options = {**made.options, "exit_by": by}
         if below is not None:
             made.options = {**made.options, "exit_below": float(below)}
         return made
@@ -57,46 +105,60 @@ class Recurrent(DecodingMethod):
         net, o = model.model, self.options
         layers, r = len(net.layers), o["recurrence"]
         begin, end = o["prelude"], layers - o["coda"]
-        view = run.view(0)
-        e = self.embedded(model, net.stack(net.embed(net.words(ids), run.positions), 0, view, part=range(begin)))
+        core, coda, views = range(begin, end), range(end, layers), {0: run.view(0)}
+
+        def view(index: int) -> View:
+            return views[index] if index in views else views.setdefault(index, run.view(index))
+
+        def read() -> Tensor:
+            return net.norm(net.stack(self.between(model, state), r - 1, view(r - 1), part=coda))
+
+        e = self.embedded(model, net.stack(net.embed(net.words(ids), run.positions), 0, view(0), part=range(begin)))
         std = math.sqrt(2 / (5 * e.shape[-1])) * self.state_scale()
         state = (std * token_noise(ids, run.positions, o["noise_seed"], -1, e.shape[-1])).to(e.dtype)
+        leaves, out = Exit(o, run.real), None
         for index in range(r):
-            view = view if index == 0 else run.view(index)
-            before, state = state, net.stack(self.mixed(model, state, e), index, view, part=range(begin, end))
-            if o["exit_below"] and self._settled(before, state, run):
+            before, state = state, net.stack(self.mixed(model, state, e), index, view(index), part=core)
+            if leaves.reads and index < r - 1:
+                out = read()
+                if leaves.of_logits(model.lm_head(out)):
+                    break
+                self._forget(run, r - 1, ids.shape[1], coda)
+                out = None
+            if leaves.of_state(before, state):
                 break
         run.depth = torch.full_like(ids, index + 1)
         for left_out in range(index + 1, r):
-            view = self._repeat(run, index, left_out, ids.shape[1], range(begin, end))
-        return net.norm(net.stack(self.between(model, state), r - 1, view, part=range(end, layers)))
-
-    def _settled(self, before: Tensor, state: Tensor, run: Run) -> bool:
-        """Whether the last recurrence changed no real token's state by the share `exit_below` or more."""
-        change = (wide(state) - wide(before)).norm(dim=-1) / wide(state).norm(dim=-1)
-        return bool((change[run.real] < self.options["exit_below"]).all())
+            view(left_out)
+            self._repeat(run, index, left_out, ids.shape[1], core)
+        return read() if out is None else out
 
     @staticmethod
-    def _repeat(run: Run, last: int, index: int, tokens: int, core: range) -> View:
+    def _forget(run: Run, index: int, tokens: int, coda: range) -> None:
+        """Drop what the coda stored for the new tokens, since it will read a later state."""
+        if run.cache is not None:
+            for layer in coda:
+                run.cache.layers[index * run.cache.layers_a_pass + layer].change(lambda x: x[:, :, :-tokens])
+
+    @staticmethod
+    def _repeat(run: Run, last: int, index: int, tokens: int, core: range) -> None:
         """A recurrence that is left out: later tokens see the keys and values of the last one that ran."""
-        view = run.view(index)
         if run.cache is not None:
             for layer in core:
                 stored = run.cache.layers[last * run.cache.layers_a_pass + layer]
                 assert stored.keys is not None and stored.values is not None
                 rows = (stored.keys[:, :, -tokens:], stored.values[:, :, -tokens:])
                 run.cache.update(*rows, index * run.cache.layers_a_pass + layer)
-        return view
 
 
 class Huginn(Recurrent):
     """A token runs the prelude once, the core `recurrence` times and the coda once. Keys and values of each recurrence
     are cached by themselves. `passes` is another number of recurrences. With `exit_below` the core stops once a
-    recurrence changes no new token's state by that share or more (published: 0.03); in the recurrences that are left
-    out, later tokens see the keys and values of the last one that ran, which is an approximation."""
+    recurrence changes nothing for any new token, by the criterion `exit_by`; in the recurrences that are left out,
+    later tokens see the keys and values of the last one that ran, which is an approximation."""
 
     name = "huginn"
-    defaults = {"prelude": 2, "coda": 2, "recurrence": 32, "noise_seed": 0, "exit_below": 0.0}
+    defaults = {"prelude": 2, "coda": 2, "recurrence": 32, "noise_seed": 0, "exit_below": 0.0, "exit_by": "change"}
 
     def state_scale(self) -> float:
         return math.sqrt(self.config.hidden_size)

@@ -27,6 +27,14 @@ from megaponder.ponder.base import EntryTools, ExitTools, Flow, Method, Pass, Sh
 from megaponder.ponder.drawn import DrawnOptions
 from megaponder.ponder.halting import at_least
 
+from .decoding import EXITS
+
+
+def check_exit(by: str) -> None:
+    """ConfigError for an unknown criterion."""
+    if by not in EXITS:
+        raise ConfigError("ponder.options.exit_by", by, f"it must be one of {', '.join(EXITS)}", "use change")
+
 
 @dataclass
 class RecurrentOptions(DrawnOptions):
@@ -46,12 +54,18 @@ class RecurrentOptions(DrawnOptions):
     noise_seed: int = 0
     """Of the first state."""
     exit_below: float = 0.0
-    """Decoding stops once a recurrence changes no new token's state by this share (Huginn: 0.03); 0: never."""
+    """Decoding stops once `exit_by` is below this for every new token; 0: never."""
+    exit_by: str = "change"
+    """What a recurrence must no longer change: change (the state, by this share; Huginn: 0.03), cosine (one minus that
+    of the states; 1e-3), entropy (of the next token, in nats; 1e-3), divergence (KL from the distribution before;
+    1e-3), or likeliest (the likeliest token, over `exit_below` recurrences; 5).  The last three run coda and head
+    after every recurrence."""
 
     def __post_init__(self) -> None:
         for name in ("recurrence", "kept"):
             at_least(self, name, 1)
         at_least(self, "exit_below", 0)
+        check_exit(self.exit_by)
         self.check_draw(self.recurrence)
 
 

@@ -47,7 +47,7 @@ class Parcae(Recurrent):
 
     name = "parcae"
     training_only = ("draw_to", "kept")
-    defaults = {"prelude": 2, "coda": 2, "recurrence": 8, "noise_seed": 0, "exit_below": 0.0}
+    defaults = {"prelude": 2, "coda": 2, "recurrence": 8, "noise_seed": 0, "exit_below": 0.0, "exit_by": "change"}
 
     def entry_modules(self) -> dict[str, nn.Module]:
         return {"injection": Injection(self.config.hidden_size)}

@@ -9,4 +9,4 @@ class Retrofit(Recurrent):
     """As in huginn: the prelude runs once, the core `recurrence` times, the coda once."""
 
     name = "retrofit"
-    defaults = {"prelude": 4, "coda": 4, "recurrence": 4, "noise_seed": 0, "exit_below": 0.0}
+    defaults = {"prelude": 4, "coda": 4, "recurrence": 4, "noise_seed": 0, "exit_below": 0.0, "exit_by": "change"}
