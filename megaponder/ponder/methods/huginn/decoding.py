@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -63,7 +63,7 @@ class Recurrent(DecodingMethod):
     """Prelude, a core that is repeated from a random state, and coda."""
 
     needs_ids = True  # they seed the noise
-    training_only = ("draw", "draw_from", "draw_to", "grow_steps", "grow", "kept")
+    training_only: ClassVar[tuple[str, ...]] = ("draw", "draw_from", "draw_to", "grow_steps", "grow", "kept")
     arguments = ("passes", "exit_below", "exit_by")
     as_trained = {"exit_below": 0.0}
 

@@ -58,9 +58,9 @@ class Parcae(Recurrent):
         exit_below: float = 0.0
         """Decoding stops once `exit_by` is below this for every new token; 0: never."""
         exit_by: str = "change"
-        """What a recurrence must no longer change: change (the state, by this share; Huginn: 0.03), cosine (one minus that
-        of the states; 1e-3), entropy (of the next token, in nats; 1e-3), divergence (KL from the distribution before;
-        1e-3), or likeliest (the likeliest token, over `exit_below` recurrences; 5).  The last three run coda and head
+        """What a recurrence must no longer change: change (the state, by this share; Huginn: 0.03), cosine (one minus
+        that of the states; 1e-3), entropy (of the next token, in nats; 1e-3), divergence (KL from the distribution
+        before; 1e-3), or likeliest (the likeliest token, over `exit_below` recurrences; 5).  The last three run coda and head
         after every recurrence."""
 
         def __post_init__(self) -> None:
