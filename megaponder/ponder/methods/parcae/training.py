@@ -60,8 +60,8 @@ class Parcae(Recurrent):
         exit_by: str = "change"
         """What a recurrence must no longer change: change (the state, by this share; Huginn: 0.03), cosine (one minus
         that of the states; 1e-3), entropy (of the next token, in nats; 1e-3), divergence (KL from the distribution
-        before; 1e-3), or likeliest (the likeliest token, over `exit_below` recurrences; 5).  The last three run coda and head
-        after every recurrence."""
+        before; 1e-3), or likeliest (the likeliest token, over `exit_below` recurrences; 5).  The last three run coda
+        and head after every recurrence."""
 
         def __post_init__(self) -> None:
             for name, least in (("recurrence", 1), ("kept", 1), ("draw_to", 0), ("exit_below", 0)):
