@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from megaponder.checkpoint import folder, reader
+from megaponder.checkpoint.state import load_saved_config
+from megaponder.plan.memory import rank_memory
+from megaponder.ponder.facts import facts_of
+from megaponder.ponder.settings import method_of
 from megaponder.training.muon import Muon, Pieces, update_of
 from tests.tolerance import ATOL, RTOL
 from tests.training.conftest import Base, run
@@ -78,7 +84,9 @@ def trained(base: Base) -> Base:
     run("run_many", 1, jobs=[job | {"data": base.data} for job in jobs])
     run("run_many", 2, jobs=[base.copy(n, source="muon") | MUON | changes for n, changes in LAYOUTS.items()])
     back = base.copy("muon-back", source="muon-tp2-sp", upto=6) | MUON
-    run("run_many", 1, jobs=[back, base.copy("muon-bf16-same", source="muon-bf16") | MUON | BF16])
+    loaded = {"run": str(base.root / "muon-loaded"), "checkpoint__load": str(base.root / "muon-bf16")}
+    loaded |= {"data": base.data, "train__steps": 1, "schedule__warmup_fraction": 0.0}
+    run("run_many", 1, jobs=[back, *(job | MUON | BF16 for job in (base.copy("muon-bf16-same", "muon-bf16"), loaded))])
     return base
 
 
@@ -93,6 +101,13 @@ def test_master_weights_and_a_resume(trained: Base) -> None:
     assert series(trained.rows("muon-bf16-same")) == series(trained.rows("muon-bf16"))
     losses = [series(trained.rows(name))["loss"] for name in ("muon-bf16", "muon")]
     np.testing.assert_allclose(losses[0], losses[1], rtol=4e-3)
+    # a run from its weights goes on from there, masters and average too
+    assert trained.rows("muon-loaded")[1]["loss"] < trained.rows("muon-bf16")[1]["loss"] - 0.2
+    path = folder.final(trained.root / "muon-loaded" / "checkpoints", 1)
+    saved = reader.read(path, reader.tensors(path))
+    for name in (n for n in saved if n.startswith(reader.EMA)):
+        master = saved[reader.MASTER + name.removeprefix(reader.EMA)]
+        assert 0 < (saved[name] - master).abs().max() < 0.05, "an average began elsewhere"
     (found,), _ = run(
         "refusals", 1, jobs=[trained.copy("muon-not", source="muon") | MUON | {"optimizer__kind": "adamw"}]
     )
@@ -100,7 +115,8 @@ def test_master_weights_and_a_resume(trained: Base) -> None:
 
 
 def test_only_matrices_of_layers_lack_a_second_moment(trained: Base) -> None:
-    names = reader.shapes(folder.final(trained.root / "muon" / "checkpoints", 8))
+    path = folder.final(trained.root / "muon" / "checkpoints", 8)
+    names = reader.shapes(path)
     second = {n.partition("exp_avg_sq.")[2] for n in names if "exp_avg_sq." in n}
     first = {n.partition("exp_avg.")[2] for n in names if "exp_avg." in n}
     parameters = {n for n in names if not n.startswith(reader.BESIDES)}
@@ -110,4 +126,8 @@ def test_only_matrices_of_layers_lack_a_second_moment(trained: Base) -> None:
         for i in range(2)
         for m in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
     }
+    cfg = load_saved_config(path)
+    method = method_of(cfg)
+    planned = rank_memory(cfg, facts_of(method, 1), method.passes(1, 0), 1, 0).optimizer
+    assert planned == sum(4 * math.prod(shape) for n, shape in names.items() if n.startswith("optimizer."))
     assert trained.rows("muon")[8]["loss"] < trained.rows("muon")[1]["loss"]
