@@ -23,6 +23,10 @@ CASES: dict[str, dict[str, Any]] = {
         "family": "llama", "method": "huginn",
         "options": {"prelude": 1, "coda": 1, "recurrence": 4, "kept": 2, "draw": "fixed"},
     },
+    "parcae": {  # sequences start in different passes
+        "family": "llama", "method": "parcae",
+        "options": {"prelude": 1, "coda": 1, "recurrence": 2, "draw_to": 4, "kept": 2},
+    },
     "ouro": {
         "family": "llama", "method": "ouro", "options": {"loops": 3}, "features": {"norm_placement": "sandwich"},
     },
@@ -78,6 +82,7 @@ SPREAD: dict[str, dict[str, Any]] = {
     "ponderlm2-drawn-pp2": CASES["ponderlm2-drawn"] | {"pipeline": 2, "micro_batches": 3},
     "huginn-pp2": CASES["huginn"] | {"pipeline": 2, "micro_batches": 4},
     "huginn-tp2": CASES["huginn"] | {"tensor": 2},
+    "parcae-pp2": CASES["parcae"] | {"pipeline": 2, "micro_batches": 4},
     "ouro-pp2": CASES["ouro"] | {"pipeline": 2, "micro_batches": 4},
     "loop-drawn-pp2": CASES["loop-drawn"] | {"pipeline": 2, "micro_batches": 4},
     "adaponderlm-gathered-pp2": CASES["adaponderlm-gathered"] | {"pipeline": 2, "micro_batches": 4},
