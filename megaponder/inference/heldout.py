@@ -112,8 +112,8 @@ def read_model(path: str | Path, ema: bool = False) -> tuple[RunConfig, dict[str
     return cfg, names.to_stage(plain, cfg.model, table_rows(cfg))
 
 
-def datasets(cfg: RunConfig, named: Sequence[str]) -> dict[str, str]:
-    """Datasets by name, from words NAME=PREFIX or PREFIX; without any, those of data.valid.
+def datasets(cfg: RunConfig, named: Sequence[str], flag: str = "--data") -> dict[str, str]:
+    """Datasets by name, from words NAME=PREFIX or PREFIX; without any, those of data.valid; errors name `flag`.
 
     Raises UserError where there is none, for one that the model has no embeddings for, and for one of another
     tokenizer.
@@ -139,12 +139,12 @@ def datasets(cfg: RunConfig, named: Sequence[str]) -> dict[str, str]:
         # kinds differ where an export holds a SentencePiece tokenizer in another form
         if meta and meta.tokenizer_kind == tokenizer[0] and meta.tokenizer_fingerprint != tokenizer[1]:
             rule = f"it was prepared with another tokenizer than the model's ({meta.tokenizer})"
-            raise ConfigError("--data", prefix, rule, "prepare the text with the model's own tokenizer")
+            raise ConfigError(flag, prefix, rule, "prepare the text with the model's own tokenizer")
         largest = meta.max_id if meta else index.max_id()
         assert cfg.model.vocab_size is not None
         if largest >= cfg.model.vocab_size:
             rule = f"it has token id {largest}, and the model has {cfg.model.vocab_size}"
-            raise ConfigError("--data", prefix, rule, "prepare the text with the model's own tokenizer")
+            raise ConfigError(flag, prefix, rule, "prepare the text with the model's own tokenizer")
     return found
 
 

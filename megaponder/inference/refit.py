@@ -37,7 +37,7 @@ def refit(
     if window is None:
         rule = f"method {cfg.ponder.method} has no budget that a threshold could meet (ponder.options.target)"
         raise ConfigError("--refit", prefix, rule, "leave it out")
-    [(name, text)] = datasets(cfg, [prefix]).items()
+    [(name, text)] = datasets(cfg, [prefix], "--refit").items()
     state[STATE] = found = state[STATE].float()  # a copy, unless it is one already
     with reference.engine(cfg, state) as engine:
         threshold: Tensor = engine.stage.method_modules.get_parameter("budget.state").data

@@ -67,6 +67,14 @@ class Budget:
         )
 
 
+def ends_before_the_ramp(method: Method, total: int) -> str | None:
+    """A sentence where the run's last step comes before the end of the method's ramp."""
+    end = getattr(method.options, "ramp_end", 0)
+    if end <= total:
+        return None
+    return f"ponder.options.ramp_end is {end:,}, but the run ends at step {total:,}, before its budget is in force."
+
+
 def random_is_as_good(valid: Evaluation) -> str | None:
     """A sentence where who gets the passes makes no difference to the held-out loss."""
     at_random = valid.stats.get("loss_at_random")

@@ -8,7 +8,7 @@ import pytest
 
 from megaponder.ponder.base import Shape
 from megaponder.ponder.registry import build_method
-from megaponder.training.budget import Budget, random_is_as_good
+from megaponder.training.budget import Budget, ends_before_the_ramp, random_is_as_good
 from megaponder.training.evaluate import Evaluation
 
 SHAPE = Shape("llama", 2, 32)
@@ -40,6 +40,13 @@ def test_a_budget_that_is_missed_is_named() -> None:
     paper = _told({"bottom_share": 0.1}, _active(1, 1, 0.1, 0.1))
     assert paper["budget"] is not None and "budget is 3.60; ponder.options.target would hold it" in paper["budget"]
     assert paper["one gate"] is not None and "100% halt after pass 1" in paper["one gate"]
+
+
+def test_a_run_that_ends_before_the_ramp_is_told() -> None:
+    method = build_method("adaponderlm", {"target": 0.6, "ramp_end": 100}, SHAPE)
+    assert "ramp_end is 100, but the run ends at step 99" in (ends_before_the_ramp(method, 99) or "")
+    assert ends_before_the_ramp(method, 100) is None
+    assert ends_before_the_ramp(build_method("vanilla", {}, SHAPE), 1) is None
 
 
 def test_one_open_gate_is_no_collapse() -> None:
