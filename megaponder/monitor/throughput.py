@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megaponder.plan.flops import StepFlops
 
 TERA = 1e12
 
@@ -23,14 +27,14 @@ class Costs:
     devices: int
     peak_tflops: float | None
     """Of one device; None when it is not known, and then no utilisation is shown."""
-    by_pass: tuple[float, ...] = ()
-    """Needed FLOPs of each pass, where halted tokens do not need them; else empty."""
+    plan: StepFlops | None = None
+    """FLOPs by pass, where halted tokens do not need them."""
 
     def needed_share(self, active: Sequence[float]) -> float:
         """Share of the needed FLOPs that remains if only these shares of the tokens run each pass."""
-        if not self.by_pass or len(active) != len(self.by_pass):
+        if self.plan is None or len(active) != len(self.plan.passes):
             return 1.0
-        return sum(a * f for a, f in zip(active, self.by_pass, strict=True)) / sum(self.by_pass)
+        return self.plan.needed_of(active) / self.plan.needed
 
     def sentence(self) -> str:
         """The numbers and their convention, for the start of a run."""

@@ -145,8 +145,7 @@ def costs(cfg: RunConfig, method: Method, devices: int) -> Costs:
         gpu = find_gpu(torch.cuda.get_device_name())
         peak = gpu.bf16_tflops if gpu else None
     needed, executed = flops.mean_needed(cfg, method), flops.mean_executed(cfg, method)
-    by_pass = tuple(p.total for p in flops.step_flops(cfg, method).passes) if method.skips else ()
-    return Costs(needed, executed, devices, peak, by_pass)
+    return Costs(needed, executed, devices, peak, flops.step_flops(cfg, method) if method.skips else None)
 
 
 def graphs_that_fit(cfg: RunConfig, method: Method, device: torch.device, world_size: int) -> RunConfig:

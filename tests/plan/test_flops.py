@@ -9,6 +9,7 @@ import pytest
 from megaponder.config.load import from_mapping
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import RunConfig
+from megaponder.monitor.throughput import Costs
 from megaponder.plan.flops import attention_flops, inference_flops, mean_executed, mean_needed, step_flops
 from megaponder.plan.layer import key_flops
 from megaponder.ponder.settings import method_of
@@ -150,6 +151,8 @@ def test_what_gates_learn_from_costs_training_alone() -> None:
     forward = 3.6 * stack + 2.6 * 2 * head + gate + head  # a token that halts mixes nothing, and is read out as well
     assert flops.needed_of(shares) == pytest.approx(3 * forward + 1.6 * head)
     assert inference_flops(held, method_of(held), shares) == pytest.approx(forward)
+    share = Costs(flops.needed, flops.executed, 1, None, flops).needed_share(shares)
+    assert share == pytest.approx((3 * forward + 1.6 * head) / flops.needed)
     saved = 2 * gate  # gates of passes that all tokens run are not asked
     decoded = [inference_flops(c, method_of(c), shares) for c in (plain, held)]
     assert decoded[0] - decoded[1] == pytest.approx(saved)
