@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -135,6 +136,14 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     return value
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of an untrusted folder; UserError also for a model_type that is no string."""
+    fields = read_json(folder, "config.json")
+    if not isinstance(kind := fields.get("model_type"), str | None):
+        raise UserError(f"{folder / 'config.json'}: model_type = {kind!r}: it must be a string.")
+    return fields
+
+
 def has_tokenizer(folder: Path) -> bool:
     """Whether an untrusted folder has a tokenizer.json; UserError if its files are links that leave the folder."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -176,7 +185,14 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
             tensors |= load_file(path)
         except (SafetensorError, OSError, ValueError) as error:
             raise UserError(f"{folder / name} cannot be read: {error}.") from error
+    for name, tensor in tensors.items():  # masks in old files have other types
+        if tensor.dtype not in FLOATS and (tensor.is_floating_point() or name.endswith("weight")):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise UserError(f"{folder}: {name} is {dtype}; quantised weights are not supported, take those before it.")
     return tensors
+
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def _weight_files(folder: Path) -> list[str]:

@@ -75,7 +75,7 @@ def import_hf(
     require_transformers("megaponder import")
     reference.check_tolerance(tolerance)
     source, out = Path(source), Path(out)
-    hf = folder.read_json(source, "config.json")
+    hf = folder.read_config(source)
     cfg = run_config(hf, source, out, frozenset(ignore or ()), method)
     numbers = None if only is None else layers.chosen(only, cfg)
     tensors = folder.read_weights(source)
@@ -84,13 +84,14 @@ def import_hf(
     from megaponder.export.load import build_model, load_folder, refuse_too_large
 
     refuse_too_large(source, hf, tensors)
-    plain = to_plain(hf, tensors, cfg)
-    count = sum(t.numel() for t in plain.values())
-    state = names.to_stage(plain, cfg.model, table_rows(cfg))
-    del tensors
     prompts, code = reference.prompts(cfg), kind_of(hf)
     # transformers' class would run a public folder without its passes
-    model = build_model(cfg, plain) if code else load_folder(source, trust_remote_code=trust_remote_code)
+    model = None if code else load_folder(source, trust_remote_code=trust_remote_code)
+    plain = to_plain(hf, tensors, cfg)
+    del tensors
+    model = model or build_model(cfg, plain)  # either of them says which weights do not fit
+    count = sum(t.numel() for t in plain.values())
+    state = names.to_stage(plain, cfg.model, table_rows(cfg))
     del plain
     theirs = [reference.export_logits(model, ids) for ids in prompts]
     del model
@@ -125,5 +126,11 @@ def to_plain(hf: dict[str, Any], tensors: names.Tensors, cfg: RunConfig) -> name
     else:
         plain = tensors if form is None else native.from_native(tensors, form, model.num_heads)
     if model.tie_embeddings:
+        head = plain.get("lm_head.weight")
+        if head is not None and not head.equal(plain.get("model.embed_tokens.weight", head)):
+            raise UserError(
+                "tie_word_embeddings is true, but the weights of the head differ from those of the embedding; set it "
+                "to false in a copy of config.json."
+            )
         plain = {name: tensor for name, tensor in plain.items() if name != "lm_head.weight"}
     return {name: tensor.float() for name, tensor in plain.items()}

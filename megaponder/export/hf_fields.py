@@ -59,7 +59,7 @@ def model_config(hf: dict[str, Any], where: str, form: Format | None = None) -> 
     for name, legal in form.required.items():
         value = hf.pop(name, legal[0])
         if value not in legal:
-            raise UserError(f"{where}: {name} = {value!r}: a {form.family} block supports only {legal[0]!r}.")
+            raise UserError(f"{where}: {name} = {value!r}: it must be {legal[0]!r} for model_type {kind}.")
     values = {name: hf.pop(name, default) for name, default in form.defaults.items()} | rope
     for name, value in values.items():
         _refuse_other_type(name, value, form.defaults[name], where)
@@ -94,7 +94,7 @@ def _decoded(hf: dict[str, Any], theirs: str, code: Coded, form: Format, where: 
     found = [ours for legal, ours in code.values.items() if legal == value and type(legal) is type(value)]
     if not found:
         legal = " or ".join(repr(x) for x in code.values)
-        raise UserError(f"{where}: {theirs} = {value!r}: a {form.family} block supports only {legal}.")
+        raise UserError(f"{where}: {theirs} = {value!r}: it must be {legal} for family {form.family}.")
     yield from ((name, found[0]) for name in code.ours)
 
 
@@ -105,6 +105,8 @@ def _window(hf: dict[str, Any], form: Format, layers: int, where: str) -> int:
         if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
             raise UserError(f"{where}: layer_types: every layer must be full_attention.")
         return 0
+    if isinstance(types, list) and types and len(types) != layers:
+        raise UserError(f"{where}: layer_types has {len(types)} entries for {layers} layers.")
     size = hf.pop("sliding_window", 4096)
     if form.window == "switched":
         on, first = hf.pop("use_sliding_window", False), hf.pop("max_window_layers", 28)
@@ -153,21 +155,24 @@ def _rope(hf: dict[str, Any], form: Format, where: str) -> tuple[dict[str, Any],
         kind = rope.pop("rope_type", rope.pop("type", "default"))
         if kind != "default":
             if not isinstance(kind, str) or kind not in SCALINGS or not form.rotary:
-                known = ", ".join(SCALINGS) if form.rotary else "none"
-                raise UserError(f"{where}: {name} of type {kind!r} is not supported; it must be default or {known}.")
+                known = ", ".join(["default", *SCALINGS] if form.rotary else ["default"])
+                raise UserError(f"{where}: {name} of type {kind!r} is not supported; it must be one of {known}.")
             own = {key for keys in SCALINGS[kind] for key in keys}
             scaling = {"rope_type": kind} | {key: rope.pop(key) for key in own & rope.keys() if rope[key] is not None}
             rope = {key: value for key, value in rope.items() if value is not None}
-        _take_rotary(rope, hf, form, where, found)
+        _take_rotary(rope, f"{name}.", hf, form, where, found)
         if rope:
             raise UserError(f"{where}: {name} has {min(rope)}, which is unknown, so its effect would be lost.")
     repeated = {name: hf.pop(name) for name in ROTARY if name in hf and name not in form.taken and form.rotary}
-    _take_rotary(repeated, hf, form, where, found)
+    _take_rotary(repeated, "", hf, form, where, found)
     return found, scaling
 
 
-def _take_rotary(rope: dict[str, Any], hf: dict[str, Any], form: Format, where: str, found: dict[str, Any]) -> None:
-    """Move rotary settings from `rope` to `found`, under the format's names; UserError where two places disagree."""
+def _take_rotary(
+    rope: dict[str, Any], place: str, hf: dict[str, Any], form: Format, where: str, found: dict[str, Any]
+) -> None:
+    """Move rotary settings from `rope`, which lies at `place`, to `found`, under the format's names; UserError where
+    two places disagree."""
     for theirs, ours in ROTARY.items():
         if theirs not in rope or not form.rotary:
             continue
@@ -179,5 +184,5 @@ def _take_rotary(rope: dict[str, Any], hf: dict[str, Any], form: Format, where: 
         name = _theirs(form, ours)
         other = found.get(name, hf.get(name, value))
         if other != value:
-            raise UserError(f"{where}: {name} = {other!r}, but {theirs} = {value!r}: the two must be equal.")
+            raise UserError(f"{where}: {name} = {other!r}, but {place}{theirs} = {value!r}: the two must be equal.")
         found[name] = value

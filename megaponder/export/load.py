@@ -9,7 +9,7 @@ import torch
 
 from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError, first_line
-from megaponder.export import code, configs, folder, looped, names
+from megaponder.export import code, configs, folder, looped, names, native
 from megaponder.export.formats import FORMATS
 from megaponder.export.import_config import run_config
 from megaponder.export.public_code import kind_of, ponders
@@ -33,10 +33,11 @@ def load_folder(path: Path, dtype: torch.dtype = torch.float32, trust_remote_cod
     except Exception as error:  # whatever transformers and the modelling code raise for wrong fields
         first = first_line(error).rstrip(".")
         raise UserError(f"{path}: its model cannot be loaded ({type(error).__name__}: {first}).") from error
-    wrong = [key for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in notes.get(kind, ())]
-    if wrong:
-        name = wrong[0] if isinstance(wrong[0], str) else wrong[0][0]
-        raise UserError(f"{path}: the weights do not fit the configuration ({name}).")
+    for kind, why in MISFITS.items():
+        for key in sorted(notes.get(kind, ()), key=str):
+            name, *shapes = (key,) if isinstance(key, str) else key
+            seen = f" ({list(shapes[0])} instead of {list(shapes[1])})" if len(shapes) > 1 else ""
+            raise UserError(f"{path}: the weights do not fit config.json: {name} {why}{seen}.")
     if not isinstance(scale := getattr(model.config, "embedding_scale", 1.0), int | float):
         raise UserError(f"{path}: its model cannot be loaded (embedding_scale = {scale!r} is not a number).")
     if bad := next((name for name, p in model.named_parameters() if not p.isfinite().all()), None):
@@ -44,6 +45,12 @@ def load_folder(path: Path, dtype: torch.dtype = torch.float32, trust_remote_cod
     return model.eval()
 
 
+MISFITS = {
+    "mismatched_keys": "has another shape",
+    "missing_keys": "is missing",
+    "unexpected_keys": "is not a parameter of this model",
+}
+"""What transformers says of weights -> a sentence about one of them."""
 ELSEWHERE = ("implementation", "kernel", "name_or_path", "auto_map", "commit_hash", "base_model", "fusion")
 """Substrings of names of settings that make transformers fetch, run or swap in something outside the folder."""
 
@@ -52,13 +59,15 @@ def _load(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any,
     """transformers gets a class, a configuration and tensors, never the folder, whose references it would follow."""
     from transformers.utils import logging
 
-    fields = folder.read_json(path, "config.json")
+    fields = folder.read_config(path)
     if fields.get("quantization_config"):
         raise UserError(f"{path}: its weights are quantised (quantization_config), which is not supported.")
     if fields.get("model_type") in looped.KINDS:
         return _looped(path, fields, dtype), {}
     cls = _class(path, fields, trust_remote_code)
     tensors = folder.read_weights(path)
+    if "auto_map" not in fields:
+        tensors = native.without_buffers(tensors)
     refuse_too_large(path, fields, tensors)
     left_out = ("dtype", *ELSEWHERE)  # the caller says which dtype
     own = {name: value for name, value in fields.items() if not any(part in name for part in left_out)}

@@ -120,11 +120,11 @@ def to_stage(plain: Tensors, model: ModelConfig, rows: Mapping[str, int] = NO_RO
         elif match and match[2] in inner:
             out[f"decoder.layers.{match[1]}.{inner[match[2]]}.{match[3]}"] = tensor
         elif match and match[2] == "self_attn.q_proj":
-            k, v = (plain[name.replace("q_proj", f"{x}_proj")] for x in "kv")
+            k, v = (_beside(plain, name, "q_proj", f"{x}_proj") for x in "kv")
             fused = fuse_qkv(tensor, k, v, heads=model.num_heads, groups=model.num_kv_heads)
             out[f"decoder.layers.{match[1]}.self_attention.linear_qkv.{match[3]}"] = fused
         elif match and match[2] == "mlp.up_proj":
-            gate = [plain[name.replace("up_proj", "gate_proj")]] if model.gated else []
+            gate = [_beside(plain, name, "up_proj", "gate_proj")] if model.gated else []
             out[f"decoder.layers.{match[1]}.mlp.linear_fc1.{match[3]}"] = torch.cat([*gate, tensor])
         elif not (match and match[2] in ("self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj")):
             raise UserError(f"this model has no parameter {name}, which the folder contains.")
@@ -132,6 +132,13 @@ def to_stage(plain: Tensors, model: ModelConfig, rows: Mapping[str, int] = NO_RO
         if name in plain:
             out["embedding.word_embeddings.weight"][row] = plain[name][0]
     return {name: tensor.contiguous() for name, tensor in out.items()}
+
+
+def _beside(plain: Tensors, name: str, own: str, other: str) -> Tensor:
+    """The tensor that has `other` for `own` in its name."""
+    if (wanted := name.replace(own, other)) not in plain:
+        raise UserError(f"the folder's weights do not fit its config.json: {wanted} is missing.")
+    return plain[wanted]
 
 
 def _constant_norms(model: ModelConfig) -> Tensors:

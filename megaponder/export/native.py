@@ -7,6 +7,7 @@ import re
 import torch
 from torch import Tensor
 
+from megaponder.errors import UserError
 from megaponder.export.formats import Format, Layout
 from megaponder.export.names import Tensors, fuse_qkv, split_qkv
 
@@ -57,21 +58,27 @@ def to_native(plain: Tensors, form: Format, heads: int) -> Tensors:
     return {_rename(name, layout.names): tensor.contiguous() for name, tensor in turned.items()}
 
 
+def without_buffers(native: Tensors) -> Tensors:
+    """The parameters alone."""
+    return {name: tensor for name, tensor in native.items() if not IGNORED.fullmatch(name)}
+
+
 def from_native(native: Tensors, form: Format, heads: int) -> Tensors:
     """Plain tensors from native ones; buffers in old files are dropped."""
-    native = {name: tensor for name, tensor in native.items() if not IGNORED.fullmatch(name)}
-    if form.layout is None:
+    native, layout = without_buffers(native), form.layout
+    if prefix := layout.prefix if layout else "model.":
+        known = (prefix, "lm_head.")
+        native = {n if n.startswith(known) else f"{prefix}{n}": t for n, t in native.items()}
+    if layout is None:
         return native
-    layout = form.layout
-    if layout.prefix:
-        known = (layout.prefix, "lm_head.")
-        native = {n if n.startswith(known) else f"{layout.prefix}{n}": t for n, t in native.items()}
     back = {new: old for old, new in layout.names.items()}
     out = {}
     for raw, tensor in native.items():
         name = _rename(raw, back)
         turned = tensor.t() if layout.transposed and _is_matrix(name, tensor) else tensor
         if ".self_attn.qkv." in name:
+            if turned.shape[0] % (3 * heads):
+                raise UserError(f"{raw} has {turned.shape[0]} rows, which {heads} heads cannot share.")
             for letter, part in zip("qkv", _split(layout, turned, heads), strict=True):
                 out[name.replace(".qkv.", f".{letter}_proj.")] = part
         else:

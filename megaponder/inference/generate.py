@@ -198,11 +198,11 @@ def _device(name: str | None) -> str:
 
 
 def _from_export(path: Path, tokenizer: str | None, device: str, trust_remote_code: bool) -> Source:
-    from megaponder.export.folder import has_tokenizer, read_json
+    from megaponder.export.folder import has_tokenizer, read_config
     from megaponder.export.load import load_folder
     from megaponder.export.to_hf import DTYPES
 
-    config = read_json(path, "config.json")
+    config = read_config(path)
     if tokenizer is None and not has_tokenizer(path):
         raise UserError(f"{path} has no tokenizer.json; set one with --tokenizer.")
     dtype = DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)

@@ -102,7 +102,7 @@ def read_model(path: str | Path, ema: bool = False) -> tuple[RunConfig, dict[str
     from megaponder.export.from_hf import run_config, to_plain
     from megaponder.export.load import refuse_too_large
 
-    hf = hf_folder.read_json(folder, "config.json")
+    hf = hf_folder.read_config(folder)
     cfg = run_config(hf, folder, folder, frozenset())
     if cfg.data.eod_id is None:
         cfg = replace(cfg, data=replace(cfg.data, loss_mask="plain"))

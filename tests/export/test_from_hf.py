@@ -23,7 +23,7 @@ from tests.tolerance import RTOL
 BASE: dict[str, dict[str, Any]] = {
     "gpt_neox": {"model_type": "gpt_neox", "hidden_size": 32, "num_attention_heads": 4},
     "llama": {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4},
-    **{kind: {"model_type": kind} for kind in ("gpt2", "qwen2", "mistral", "olmo2", "opt")},
+    **{kind: {"model_type": kind} for kind in ("gpt2", "qwen2", "qwen3", "mistral", "olmo2", "opt")},
 }
 
 
@@ -42,19 +42,21 @@ BASE: dict[str, dict[str, Any]] = {
             {"rope_parameters": {"rope_theta": 1e4, "attention_factor": 2.0}},
             "attention_factor, which is unknown",
         ),
-        ("llama", {"attention_bias": "yes"}, "attention_bias = 'yes': a llama block supports only False or True"),
+        ("llama", {"attention_bias": "yes"}, "attention_bias = 'yes': it must be False or True for family llama"),
         ("llama", {"mlp_bias": 1}, "mlp_bias = 1"),
-        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before = False: a opt block supports only True"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before = False: it must be True for model_type opt"),
         ("opt", {"word_embed_proj_dim": 512}, "word_embed_proj_dim = 512: it must equal hidden_size = 768"),
         ("qwen2", {"use_sliding_window": True}, "layer_types: either all layers must have the sliding window, or none"),
         ("mistral", {"sliding_window": "all"}, "sliding_window = 'all': it must be a positive integer or null"),
-        ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu': a llama block supports only 'silu'"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu': it must be 'silu' or 'swish' for family llama"),
         ("llama", {"sliding_window": 4096}, "sliding_window = 4096"),
         ("gpt_neox", {"head_dim": 16}, "head_dim: heads must be hidden_size / num_attention_heads = 8 wide"),
         ("llama", {"layer_types": ["full_attention", "sliding_attention"]}, "every layer must be full_attention"),
-        ("gpt_neox", {"hidden_act": "tanh"}, "hidden_act = 'tanh': a pythia block supports only 'gelu' or"),
+        ("gpt_neox", {"hidden_act": "tanh"}, "hidden_act = 'tanh': it must be 'gelu' or .* for family pythia"),
         ("gpt_neox", {"rotary_pct": 0.5, "partial_rotary_factor": 0.25}, "rotary_pct = 0.5, but .* must be equal"),
         ("gpt_neox", {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "rotary_emb_base = .* must be equal"),
+        ("llama", {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "but rope_parameters.rope_theta = 5"),
+        ("qwen3", {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 2}, "has 2 entries for 3 layers"),
         ("gpt2", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "type 'dynamic'"),
         ("gpt2", {"activation_function": "silu"}, "activation_function = 'silu'"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
@@ -103,14 +105,37 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
     hf_models.write("llama_gqa", tmp_path / "hf")
     file = tmp_path / "hf" / "model.safetensors"
     good = load_file(file)
-    lacking = {k: v for k, v in good.items() if k != "model.layers.1.mlp.down_proj.weight"}
-    wrong = {**good, "model.norm.weight": torch.ones(16)}
-    extra = {**good, "model.layers.0.self_attn.q_norm.weight": torch.ones(8)}
-    for tensors, words in ((lacking, "down_proj"), (wrong, "model.norm.weight|final_norm.weight"), (extra, "q_norm")):
-        save_file({k: v.clone() for k, v in tensors.items()}, file, metadata={"format": "pt"})
+    down, up = "model.layers.1.mlp.down_proj.weight", "model.layers.1.mlp.up_proj.weight"
+    head = "lm_head.weight"
+    changes: list[tuple[dict[str, torch.Tensor | None], str]] = [
+        ({down: None}, "down_proj.weight is missing"),
+        ({up: None}, "up_proj.weight is missing"),
+        ({up.replace("up", "gate"): None}, "gate_proj.weight is missing"),
+        ({"model.norm.weight": torch.ones(16)}, r"model.norm.weight has another shape \(\[16\] instead of \[\d+\]\)"),
+        ({"model.layers.0.self_attn.q_norm.weight": torch.ones(8)}, "q_norm.weight is not a parameter of this model"),
+        ({up.replace("1", "9"): good[up]}, "layers.9.mlp.up_proj.weight is not a parameter of this model"),
+        ({down: good[down].to(torch.float8_e4m3fn)}, f"{down} is float8_e4m3fn; quantised weights are not supported"),
+        ({down: good[down].to(torch.int8)}, f"{down} is int8; quantised weights are not supported"),
+    ]
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    for change, words in changes:
+        tensors = {k: v.clone() for k, v in {**good, **change}.items() if v is not None}
+        save_file(tensors, file, metadata={"format": "pt"})
         with pytest.raises(UserError, match=words):
             import_hf(tmp_path / "hf", tmp_path / "run")
         assert not (tmp_path / "run" / "checkpoints").exists()
+    save_file(good, file, metadata={"format": "pt"})
+    for change, words in (
+        ({"tie_word_embeddings": True}, "weights of the head differ"),
+        ({"model_type": ["llama"]}, "string"),
+    ):
+        (tmp_path / "hf" / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(UserError, match=words):
+            import_hf(tmp_path / "hf", tmp_path / "run")
+    base = {name.removeprefix("model."): tensor for name, tensor in good.items() if name != head}
+    save_file(base, file, metadata={"format": "pt"})  # as AutoModel saves it
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    import_hf(tmp_path / "hf", tmp_path / "run")
 
 
 def test_damaged_and_pickled_folders(tmp_path: Path) -> None:
