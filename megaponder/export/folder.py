@@ -137,10 +137,12 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of an untrusted folder; UserError also for a model_type that is no string."""
+    """An untrusted config.json; UserError for quantised weights too, and a model_type that is no string."""
     fields = read_json(folder, "config.json")
     if not isinstance(kind := fields.get("model_type"), str | None):
         raise UserError(f"{folder / 'config.json'}: model_type = {kind!r}: it must be a string.")
+    if fields.get("quantization_config"):
+        raise UserError(f"{folder}: its weights are quantised (quantization_config), which is not supported.")
     return fields
 
 
@@ -188,7 +190,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     for name, tensor in tensors.items():  # masks in old files have other types
         if tensor.dtype not in FLOATS and (tensor.is_floating_point() or name.endswith("weight")):
             dtype = str(tensor.dtype).removeprefix("torch.")
-            raise UserError(f"{folder}: {name} is {dtype}; quantised weights are not supported, take those before it.")
+            raise UserError(f"{folder}: {name} is {dtype}: quantised weights are not supported; use unquantised ones.")
     return tensors
 
 

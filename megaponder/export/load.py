@@ -60,8 +60,6 @@ def _load(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any,
     from transformers.utils import logging
 
     fields = folder.read_config(path)
-    if fields.get("quantization_config"):
-        raise UserError(f"{path}: its weights are quantised (quantization_config), which is not supported.")
     if fields.get("model_type") in looped.KINDS:
         return _looped(path, fields, dtype), {}
     cls = _class(path, fields, trust_remote_code)

@@ -128,6 +128,7 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
     for change, words in (
         ({"tie_word_embeddings": True}, "weights of the head differ"),
         ({"model_type": ["llama"]}, "string"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "its weights are quantised"),
     ):
         (tmp_path / "hf" / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(UserError, match=words):
