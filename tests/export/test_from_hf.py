@@ -114,8 +114,8 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
         ({"model.norm.weight": torch.ones(16)}, r"model.norm.weight has another shape \(\[16\] instead of \[\d+\]\)"),
         ({"model.layers.0.self_attn.q_norm.weight": torch.ones(8)}, "q_norm.weight is not a parameter of this model"),
         ({up.replace("1", "9"): good[up]}, "layers.9.mlp.up_proj.weight is not a parameter of this model"),
-        ({down: good[down].to(torch.float8_e4m3fn)}, f"{down} is float8_e4m3fn; quantised weights are not supported"),
-        ({down: good[down].to(torch.int8)}, f"{down} is int8; quantised weights are not supported"),
+        ({down: good[down].to(torch.float8_e4m3fn)}, f"{down} is float8_e4m3fn: quantised weights are not supported"),
+        ({down: good[down].to(torch.int8)}, f"{down} is int8: quantised weights are not supported"),
     ]
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     for change, words in changes:
