@@ -32,7 +32,7 @@ from megaponder.errors import ConfigError, UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG: dict[str, dict[str, Any]] = {
-    "model": {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "ffn_size": 56, "vocab_multiple": 16},
+    "model": {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "ffn_size": 56, "vocab_multiple": 16},
     "data": {"train": ["data"], "tokenizer": "bytes", "sequence_length": 24, "split": "8,2,0"},
     "optimizer": {"lr": 0.01},
     "train": {"steps": 3, "global_batch": 4, "micro_batch": 1, "eval_every": 3, "eval_batches": 1},
@@ -52,6 +52,11 @@ METHODS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "adaptive_cot": ("llama", "adaptive_cot", {"steps": 2, "threshold": 0.3}),
     "pruned_ponderlm": ("pythia", "pruned_ponderlm", {"steps": 2, "depth": 2.3}),
     "confident_ponderlm": ("pythia", "confident_ponderlm", {"steps": 2, "threshold": 0.03}),
+    "huginn": ("llama", "huginn", {"prelude": 1, "coda": 1, "recurrence": 2, "kept": 1, "draw_to": 3}),
+    "retrofit": ("llama", "retrofit", {"prelude": 1, "coda": 1, "recurrence": 2, "kept": 1, "draw": "fixed"}),
+    "parcae": ("llama", "parcae", {"prelude": 1, "coda": 1, "recurrence": 2, "kept": 1, "draw_to": 3}),
+    "ouro": ("llama", "ouro", {"loops": 2}),
+    "nanbeige": ("llama", "nanbeige", {"loops": 2, "middle": 2}),
 }
 """Family, method and options."""
 BF16 = ["--precision.dtype", "bf16"]

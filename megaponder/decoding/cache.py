@@ -138,6 +138,7 @@ class PonderCache(DynamicCache):
             self.layers[i].change(lambda x: x[:, :, rows])
         if not len(self.rows[index].token):
             del self.rows[index]
+            self.layers[first : first + self.layers_a_pass] = [Entry() for _ in range(self.layers_a_pass)]
 
     def drop_dead(self, index: int) -> None:
         """Drop the rows of a pass that no sequence of the batch ran."""

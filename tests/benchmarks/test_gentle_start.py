@@ -36,7 +36,7 @@ def test_every_start_spends_the_same(name: str) -> None:
         assert variants.with_passes(cfg, 1).ponder.method == "vanilla"
         state = {"layer": 1, "method_modules.feedback_gate.weight": 2}
         assert variants.own_weights(variants.with_passes(cfg, 1), state) == {"layer": 1}  # type: ignore[arg-type]
-        assert variants.own_weights(cfg, state) == state  # type: ignore[arg-type]
+        assert variants.own_weights(cfg, state) == (state if KINDS[name].gentle else {"layer": 1})  # type: ignore[arg-type]
 
 
 def test_the_table_has_the_best_rate_of_each_start_first() -> None:
