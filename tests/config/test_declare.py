@@ -29,6 +29,7 @@ from megaponder.training.setup import refuse_other_model
 from tests.config.make import config
 
 IDENTITY = {
+    "optimizer.kind",
     "model.family", "model.num_layers", "model.hidden_size", "model.num_heads", "model.num_kv_heads", "model.head_size",
     "model.ffn_size", "model.vocab_size", "model.vocab_multiple", "model.norm", "model.norm_affine",
     "model.norm_placement", "model.qk_norm",
@@ -43,7 +44,7 @@ IDENTITY = {
 def test_what_a_weight_means_cannot_change() -> None:
     assert {name for name, f in all_fields().items() if f.declared.resume == "refused"} == IDENTITY
     free = {name for name in IDENTITY if all_fields()[name].declared.change_at_load != "refused"}
-    assert free == {"ponder.method", "model.vocab_multiple", "model.rotary_base"}
+    assert free == {"ponder.method", "model.vocab_multiple", "model.rotary_base", "optimizer.kind"}
     assert {name for name, f in all_fields().items() if f.declared.change_at_load == "asked"} == {"model.rotary_base"}
 
 
