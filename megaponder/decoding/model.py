@@ -109,9 +109,13 @@ class PonderForCausalLM(PreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> dict[str, Any]:
         cache = past_key_values if cache is None else cache
-        past, ahead = 0 if cache is None else cache.get_seq_length(), 0
-        if inputs_embeds is not None:  # a prompt without ids: `input_ids` begins after it
+        past, ahead = 0 if cache is None else cache.get_seq_length(), 0  # tokens before `input_ids`
+        if inputs_embeds is not None:  # a prompt without ids
             ahead = inputs_embeds.shape[1]
+        elif attention_mask is not None:  # the new tokens alone, or one chunk of the prompt
+            ahead = max(0, attention_mask.shape[1] - input_ids.shape[1])
+        elif kwargs.get("is_first_iteration") and "next_sequence_length" not in kwargs:
+            ahead = past  # transformers 5 drops a mask of ones, and calls so for a chunk only
         inputs: dict[str, Any] = {"input_ids": input_ids[:, max(0, past - ahead) :].to(self.device)}
         if inputs_embeds is not None and past < ahead:
             rest = self.model.embed_tokens(inputs["input_ids"])

@@ -28,7 +28,14 @@ def by_pass(index: int | Tensor, least: int, most: int, decide: Callable[[int, T
     `decide(gate, h)` answers for the passes between: gate 0 after pass least - 1, and so on.
     """
     made = at_pass(index - (least - 1), most - least, decide, h, absent=False)
-    return made | torch.as_tensor(index + 1 < least, device=h.device)
+    return made | flag(index + 1 < least, h)
+
+
+def flag(answer: bool | Tensor, h: Tensor) -> Tensor:
+    """A rule about passes as a tensor, whether these are Python's numbers, a tensor, or torch.compile's symbols."""
+    if isinstance(answer, Tensor):
+        return answer.to(h.device)
+    return (torch.ones if answer else torch.zeros)((), dtype=torch.bool, device=h.device)
 
 
 def at_pass(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megaponder.decoding.backbone import wide
 from megaponder.decoding.gates import Gates, logit, router
-from megaponder.decoding.steps import State, Stepwise, by_pass
+from megaponder.decoding.steps import State, Stepwise, by_pass, flag
 from megaponder.decoding.window import Window, window
 
 
@@ -53,7 +53,7 @@ class AdaptiveCot(Stepwise):
             go_on = on >= self.options["threshold"]
         else:
             go_on = by_pass(index, limit.least, limit.most, model.method["budget"].go_on, x)
-        go_on = go_on & torch.as_tensor(index + 1 < self.deepest(), device=x.device)
+        go_on = go_on & flag(index + 1 < self.deepest(), x)
         mass = torch.where(go_on, reach - on, reach)
         state.update(x=x, reach=on, out=state["out"] + mass.to(x.dtype)[..., None] * x)
         return go_on

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from megaponder.decoding.feedback import FeedbackGate
-from megaponder.decoding.steps import State, Stepwise
+from megaponder.decoding.steps import State, Stepwise, flag
 from megaponder.decoding.window import Window, window
 
 
@@ -39,10 +38,10 @@ class AlignedDecoding(Stepwise):
     def leave(self, model: Any, index: int | Tensor, h: Tensor, state: State, positions: Tensor) -> bool | Tensor:
         state["out"] = model.model.norm(h)
         deeper = index + 1 < self.deepest()
-        if deeper is False:
+        if not isinstance(deeper, Tensor) and not deeper:
             return False
         state["weight"], go_on = self.decide(model, index, state["out"], positions)
-        return go_on & torch.as_tensor(deeper, device=h.device)
+        return go_on & flag(deeper, h)
 
     def enter(self, model: Any, index: int | Tensor, state: State) -> None:
         mixture = self.mixture(model, state["out"], self.options["topk"])

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megaponder.decoding.backbone import wide
 from megaponder.decoding.gates import Threshold
+from megaponder.decoding.steps import flag
 from megaponder.ponder.methods.aligned.decoding import AlignedDecoding
 
 
@@ -35,5 +36,5 @@ class ConfidentPonderLM(AlignedDecoding):
         best = wide(model.lm_head(h)).softmax(-1).amax(-1)
         if self.window is None:
             return whole, best < self.options["threshold"]
-        early = torch.as_tensor(index + 1 < self.window.least, device=h.device)
+        early = flag(index + 1 < self.window.least, h)
         return whole, early | model.method["budget"].reached(1 - best)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megaponder.decoding.backbone import linear
 from megaponder.decoding.passes import Run
-from megaponder.decoding.steps import State, Stepwise
+from megaponder.decoding.steps import State, Stepwise, flag
 
 
 class Ouro(Stepwise):
@@ -44,7 +44,7 @@ class Ouro(Stepwise):
         goes_on = -torch.expm1(state["survival"]) < self.options["threshold"]
         if self.options["threshold"] >= 1:
             goes_on = torch.ones_like(goes_on)
-        return goes_on & torch.as_tensor(index + 1 < self.deepest(), device=h.device)
+        return goes_on & flag(index + 1 < self.deepest(), h)
 
     def enter(self, model: Any, index: int | Tensor, state: State) -> None:
         state["x"] = state["out"]
