@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
 OLDEST := $(VENV)/oldest-transformers
 DEMO ?= demo-run
-JOBS ?= 2
+# One more than two cores: some tests wait for time-outs.
+JOBS ?= 3
 SCRIPTS := .ci/run docker/install.sh $(wildcard launch/*.sh launch/*.sbatch)
 
 # Small models and tests gain nothing from a second thread: waiting for it costs more than it does.
@@ -23,7 +24,7 @@ help: ## Show this list
 demo: env ## Train, resume, export and sample a small pondering model on the CPU; result in demo-run/
 	$(BIN)/megaponder demo --out $(DEMO)
 
-test: lint $(OLDEST) ## Lint, then all tests, in two processes (make test JOBS=8 takes more)
+test: lint $(OLDEST) ## Lint, then all tests, in three processes (make test JOBS=8 takes more)
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest --quiet tests/export/test_transformers.py
 

@@ -32,7 +32,7 @@ CASES = [
     (method, family)
     for i, method in enumerate(METHODS)
     for j, family in enumerate(models.FAMILIES)
-    if WHOLE or (i + j) % 3 == 0 or method == "adaponderlm"
+    if WHOLE or (i % 2 == 0 and (i + j) % 3 == 0)
 ]
 
 

@@ -19,6 +19,7 @@ from megaponder.errors import UserError
 from megaponder.export.to_hf import export
 from megaponder.inference import fit, heldout, variants
 from tests.export import checkpoints, models
+from tests.layouts.cases import WHOLE
 from tests.training import datasets
 
 LENGTH = 16
@@ -45,8 +46,8 @@ def in_transformers(net: torch.nn.Module, stream: np.ndarray) -> tuple[float, in
 
 @pytest.mark.parametrize(
     ("family", "method"),
-    [("llama", "ponderlm"), ("gpt2", "pause"), ("pythia", "adaponderlm"), ("llama", "adaptive_cot"),
-     ("pythia", "ponderlm2"), ("llama", "vanilla"), ("llama", "ponderlm3")],
+    [("gpt2", "pause"), ("pythia", "adaponderlm"), ("llama", "ponderlm3")]
+    + WHOLE * [("llama", "ponderlm"), ("llama", "adaptive_cot"), ("pythia", "ponderlm2"), ("llama", "vanilla")],
 )  # fmt: skip
 def test_the_loss_of_the_export_in_transformers(family: str, method: str, tmp_path: Path) -> None:
     checkpoints.make(family, method, tmp_path / "run", {"sequence_length": LENGTH})
@@ -116,7 +117,7 @@ def test_thresholds_are_fitted_to_a_mean_depth(tmp_path: Path) -> None:
     checkpoints.make("llama", "adaponderlm", tmp_path / "run", {"sequence_length": LENGTH})
     prefix, _ = written(tmp_path / "text", 40 * LENGTH)
     cfg, state = heldout.read_model(tmp_path / "run")
-    for depth in (1.5, 2.5, 3.5):
+    for depth in (1.5, 2.5, 3.5) if WHOLE else (2.5,):
         with reference.engine(cfg, state) as engine:
             fitted = fit.fit_threshold(engine, cfg, prefix, depth, 8, 10_000)
             score = heldout.score(engine, variants.with_threshold(cfg, fitted), prefix)

@@ -19,10 +19,10 @@ from tests.layouts.cases import WHOLE
 
 BUDGETS: list[tuple[str, dict[str, Any]]] = [
     ("adaponderlm", {"steps": 2, "target": 0.5, "gate_width": 2}),
-    ("confident_ponderlm", {"steps": 3, "target": 0.7}),
 ]
 if WHOLE:
     BUDGETS += [
+        ("confident_ponderlm", {"steps": 3, "target": 0.7}),
         ("adaponderlm", {"steps": 3, "target": 0.75, "gate_width": 2}),
         ("adaptive_cot", {"steps": 3, "target": 0.85}),
         ("ponderlm3", {"latents": 2, "jacobi": 4, "target": 0.5}),

@@ -18,6 +18,7 @@ from megaponder.training.fault_record import past
 from megaponder.training.faults import is_spike
 from megaponder.training.stragglers import slowest
 from tests.distributed import Workers, free_port
+from tests.layouts.cases import WHOLE
 from tests.training.conftest import Base
 
 HERE = "tests.training.fault_workers"
@@ -177,7 +178,7 @@ def test_a_lost_rank_ends_the_others_with_a_sentence(base: Base, number: int, wo
 
 @pytest.mark.parametrize(
     ("fault", "words"),
-    [("left out", "rank 1 on "), ("late", "all 2 ranks are in forward_backward of step 3 and alive")],
+    [("left out", "rank 1 on ")] + WHOLE * [("late", "all 2 ranks are in forward_backward of step 3 and alive")],
 )
 def test_a_collective_that_one_rank_does_not_enter(base: Base, fault: str, words: str) -> None:
     """Left out, the next one does not match and gloo ends that rank; late, the process group's time-out ends all."""
