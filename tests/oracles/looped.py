@@ -107,7 +107,9 @@ def nanbeige(o: Oracle, ids: Tensor, options: dict[str, Any], labels: Tensor | N
         return Result(logits[-1])
     weights = [*options["loss_weights"], 1 - sum(options["loss_weights"])]
     losses = [w * F.cross_entropy(z, labels, reduction="none") for w, z in zip(weights, logits, strict=True)]
-    return Result(logits[-1], objective=lambda mask: (torch.stack(losses).sum(0) * mask).sum())
+    squares = [w * z.logsumexp(-1) ** 2 for w, z in zip(weights, logits, strict=True)]
+    objective = lambda mask: (torch.stack(losses).sum(0) * mask).sum()  # noqa: E731
+    return Result(logits[-1], objective=objective, squares=torch.stack(squares).sum(0))
 
 
 METHODS = {
