@@ -24,6 +24,12 @@ IGNORED = {
     "tokenizer_class", "torch_dtype", "transformers_version", "unk_index", "use_cache", "vocab_pad_to",
     # training regularisation; the backbones here train without dropout
     "attention_dropout", "attn_pdrop", "dropout", "embd_pdrop", "hidden_dropout", "layerdrop", "resid_pdrop",
+    # how to sample, which older releases of transformers keep here
+    "bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping",
+    "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id",
+    "length_penalty", "max_length", "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
+    "num_return_sequences", "output_scores", "remove_invalid_values", "repetition_penalty",
+    "return_dict_in_generate", "suppress_tokens", "temperature", "top_k", "top_p", "typical_p",
 }  # fmt: skip
 
 

@@ -133,7 +133,9 @@ def export_logits(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
         name = "cache" if "cache" in first else "past_key_values"
         parts, cache = [first.logits], first[name]
         for i in range(ids.shape[1] - STEPWISE, ids.shape[1]):
-            parts.append(model(ids[:, i : i + 1], use_cache=True, **{name: cache}).logits)
+            step = model(ids[:, i : i + 1], use_cache=True, **{name: cache})
+            parts.append(step.logits)
+            cache = step[name]  # with transformers 4.51 GPT-2 and OPT return a new one
     finally:
         options.update(before)
     return whole.float(), torch.cat(parts, dim=1).float()

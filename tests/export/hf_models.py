@@ -67,7 +67,12 @@ GPT2 = dict(vocab_size=71, n_embd=32, n_layer=2, n_head=4, n_positions=40, bos_t
 
 
 def rope(theta: float, **more: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta} | more}
+    """Rotary settings under the names of the installed transformers."""
+    if hasattr(LlamaConfig(), "rope_parameters"):
+        return {"rope_parameters": {"rope_type": "default", "rope_theta": theta} | more}
+    fraction = more.pop("partial_rotary_factor", None)
+    named = {"rope_theta": theta} if fraction is None else {"rotary_emb_base": theta, "rotary_pct": fraction}
+    return named | ({"rope_scaling": more} if more else {})
 
 
 CASES: dict[str, tuple[Any, Any]] = {

@@ -48,6 +48,10 @@ def test_round_trip(case: str, tmp_path: Path) -> None:
         assert torch.equal(ours.state_dict()[name][unused:], tensor[unused:]), name
     same_logits(theirs, ours, theirs.config.vocab_size)
     before, after = theirs.config.to_dict(), ours.config.to_dict()
+    for config in (before, after):
+        config.pop("_attn_implementation_autoset", None)
+        if config.get("use_sliding_window") is False:  # transformers 4.51 keeps a size without effect
+            config.pop("sliding_window")
     for name in before.keys() - {"_name_or_path", "architectures", "initializer_range", "bos_token_id", "pad_token_id"}:
         if "pdrop" not in name and "dropout" not in name and name != "n_inner":
             assert after[name] == before[name], name
