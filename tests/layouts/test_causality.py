@@ -44,7 +44,7 @@ def test_the_future_changes_nothing(name: str) -> None:
         engine = build_engine(cfg, method_of(cfg), groups.init(cfg))
         disturb(engine.stage.named_parameters())
         if name == "confident-budget-skip":  # its threshold follows the budget in training; at first all tokens go on
-            engine.stage.method_modules["budget"].state[0] = threshold / 8
+            engine.stage.method_modules["budget"].state[0] = 1 - threshold / 8
         ids = torch.randint(0, VOCAB, (1, length), generator=torch.Generator().manual_seed(seed))
         cut = data.draw(st.integers(0, length - 1))
         other = ids.clone()
