@@ -107,6 +107,8 @@ def _decoded(hf: dict[str, Any], theirs: str, code: Coded, form: Format, where: 
 def _window(hf: dict[str, Any], form: Format, layers: int, where: str) -> int:
     """Tokens of the sliding window, 0 for none; what says so is taken out of `hf`."""
     types = hf.pop("layer_types", None) or []
+    if not isinstance(types, list):
+        raise UserError(f"{where}: layer_types = {types!r}: it must be a list with one entry for each layer.")
     if not form.window:
         if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
             raise UserError(f"{where}: layer_types: every layer must be full_attention.")

@@ -60,6 +60,8 @@ def _loss_mask(hf: dict[str, Any], public: bool) -> Any:
 def _run_config(
     hf: dict[str, Any], source: Path, out: Path, ignore: frozenset[str], where: str, method: str | None
 ) -> RunConfig:
+    if not isinstance(hf.get("model_type", ""), str):
+        raise UserError(f"{where}: model_type = {hf['model_type']!r}: it must be a string.")
     refuse_ignored(hf, ignore, where)
     ponder, public = PonderConfig(), pondering(hf, method, where)
     mask = _loss_mask(hf, public is not None)

@@ -10,7 +10,7 @@ from megaponder.inference.fp8 import Linear8
 from tests.export import models
 from tests.inference.test_batching import METHODS, NEW, prompts
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.mark.parametrize("method", ["loop", "adaponderlm", "adaptive_cot", "pruned_ponderlm"])
