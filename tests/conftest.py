@@ -6,7 +6,19 @@ import gc
 
 import pytest
 
-LONG = ("training", "layouts", "export", "test_configs.py", "test_old_files.py", "checkpoint", "inference", "ponder")
+LONG = (
+    "training",
+    "layouts",
+    "export",
+    "benchmarks",
+    "demo",
+    "cli",
+    "test_configs.py",
+    "test_old_files.py",
+    "checkpoint",
+    "inference",
+    "ponder",
+)
 """Folders and files that several processes start with, so that none is left with a long one at the end."""
 
 
