@@ -68,12 +68,20 @@ def _start(timeout: datetime.timedelta, device: torch.device) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
+_layout_of: dist.ProcessGroup | None = None
+"""The group of all ranks that megatron-core's groups are parts of."""
+
+
 def _has_layout(tensor: int, pipeline: int) -> bool:
-    """Whether megatron-core's groups of this layout exist already."""
+    """Whether megatron-core's groups of this layout exist already.
+
+    Another library may have destroyed torch's groups, and megatron-core's with them, without a word to megatron-core.
+    """
     from megatron.core import parallel_state as ps
 
     return (
-        ps.model_parallel_is_initialized()
+        _layout_of is dist.group.WORLD
+        and ps.model_parallel_is_initialized()
         and ps.get_tensor_model_parallel_world_size() == tensor
         and ps.get_pipeline_model_parallel_world_size() == pipeline
     )
@@ -93,6 +101,7 @@ def start(cfg: RunConfig) -> torch.device:
 
 def init(cfg: RunConfig) -> Groups:
     """`start`, and create megatron-core's groups."""
+    global _layout_of
     cuda_on_cpu.install()
     from megatron.core import parallel_state
 
@@ -106,6 +115,7 @@ def init(cfg: RunConfig) -> Groups:
             distributed_timeout_minutes=max(1, round(cfg.parallel.timeout_minutes)),
             create_gloo_process_groups=device.type == "cuda",
         )
+        _layout_of = dist.group.WORLD
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(cfg.train.seed, force_reset_rng=True)
