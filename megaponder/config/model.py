@@ -91,7 +91,7 @@ class ModelConfig:
     """RoPE theta."""
     rotary_pairs: Literal["halves", "adjacent"] | None = feature(aliases=("rotary_interleaved",))
     """Channels that turn together: i and i + d/2 of d rotated ones (Llama), or 2i and 2i + 1 (Huginn)."""
-    rotary_scaling: dict[str, Any] | None = feature(aliases=("rope_scaling", "rope_parameters"))
+    rotary_scaling: dict[str, Any] | None = feature(load="asked", aliases=("rope_scaling", "rope_parameters"))
     """Change of RoPE for longer texts, with transformers' names: {} or {rope_type: linear, dynamic (NTK), yarn or
     llama3, factor: ..., and the values of that type}."""
     attention_window: int | None = feature(ge=0, unit="tokens", aliases=("sliding_window", "window_size"))

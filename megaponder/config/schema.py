@@ -220,7 +220,8 @@ class CheckpointConfig:
     load: str | None = None
     """Checkpoint folder to start from (weights only) when the run folder has none."""
     load_changes: list[str] = declare([])
-    """Fields of the model that may differ from those of `load`: model.rotary_base, to train on for longer texts."""
+    """Fields of the model that may differ from those of `load`, to train on for longer texts: model.rotary_base and
+    model.rotary_scaling."""
 
 
 @dataclass

@@ -101,6 +101,7 @@ def write(
     tokens: TokenizerFiles,
     difference: float,
     refitted: str = "",
+    untrained: bool = False,
 ) -> None:
     """Write README.md."""
     name = path.name.removeprefix(".").partition(".partial-")[0]
@@ -110,6 +111,11 @@ def write(
         prefix = (
             f"Documents were separated only by token {tokens.eos_id}: it is BOS and EOS here, an empty\n"
             "context starts with it, and no token is put in front of other texts (add_bos_token is false)."
+        )
+    if untrained:
+        prefix = (
+            "This model was imported and not trained since: special ids, sampling defaults and what its tokenizer\n"
+            "adds to a text are those of the folder that it came from."
         )
     blend = [str(word) for word in cfg.data.train]
     text = CARD.substitute(

@@ -9,7 +9,7 @@ from typing import Any
 from megaponder.config.load import dump
 from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError
-from megaponder.export import folder, layers, looped, names, native, reference
+from megaponder.export import folder, kept, layers, looped, names, native, reference
 from megaponder.export.formats import FORMATS
 from megaponder.export.import_config import run_config, start_config
 from megaponder.export.public_code import UNUSED, kind_of
@@ -100,17 +100,16 @@ def import_hf(
         worst = reference.agree(out, ours, theirs, tolerance)
         if numbers is None:
             checkpoint = save_weights(out / "checkpoints", cfg, engine.stage, force=force)
-    kept = ""
+    of_layers = ""
     if numbers is not None:
-        kept = f"layers {only} of {cfg.model.num_layers}"
+        of_layers = f"layers {only} of {cfg.model.num_layers}"
         cfg, state = layers.pick(cfg, state, numbers)
         count = sum(t.numel() for t in state.values())
         with reference.engine(cfg, state) as engine:
             checkpoint = save_weights(out / "checkpoints", cfg, engine.stage, force=force)
-    if hf["model_type"] in looped.KINDS:
-        folder.write_json(out / looped.SOURCE, hf)
+    kept.keep(hf, source, out)
     dump(start_config(cfg, out), out / "config.yaml")
-    return Imported(checkpoint, cfg, count, worst, code, kept)
+    return Imported(checkpoint, cfg, count, worst, code, of_layers)
 
 
 def to_plain(hf: dict[str, Any], tensors: names.Tensors, cfg: RunConfig) -> names.Tensors:

@@ -22,15 +22,12 @@ from torch import Tensor
 
 from megaponder.config.schema import ModelConfig, PonderConfig, RunConfig
 from megaponder.errors import UserError
-from megaponder.export import configs
+from megaponder.export import configs, kept
 from megaponder.export.formats import FORMATS, Format
 from megaponder.export.hf_fields import model_config
 from megaponder.export.names import Tensors
 from megaponder.ponder.settings import method_of
 
-ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-SOURCE = "imported_config.json"
-"""In a run folder: the config.json of the folder that it was imported from."""
 _LLAMA = replace(FORMATS["llama"], coded={"hidden_act": FORMATS["llama"].coded["hidden_act"]})
 _LLAMA = replace(_LLAMA, required=_LLAMA.required | {"attention_bias": (False,), "mlp_bias": (False,)})
 KINDS: dict[str, Format] = {
@@ -172,7 +169,7 @@ def config_json(cfg: RunConfig, kind: str, dtype: str, eos: int | None) -> dict[
     m, o, form = cfg.model, method_of(cfg).options, KINDS[kind]
     made: dict[str, Any] = {"model_type": kind, "architectures": [form.architecture]}
     made |= {theirs: getattr(m, ours) for theirs, ours in form.taken.items()}
-    made |= {"torch_dtype": dtype, **dict.fromkeys(ENDS, eos)}
+    made |= {"torch_dtype": dtype, **dict.fromkeys(kept.ENDS, eos)}
     if kind == "ouro":
         made |= {"total_ut_steps": o.loops, "early_exit_threshold": o.threshold}
         made |= {"hidden_act": "silu", "attention_dropout": 0.0}
@@ -201,7 +198,7 @@ def as_imported(cfg: RunConfig, kind: str, made: dict[str, Any]) -> dict[str, An
     before = imported(cfg, kind)
     if before is None:
         return made
-    theirs = (*ENDS, "initializer_range", "use_cache")  # not the model's, or said more exactly there
+    theirs = (*kept.ENDS, "initializer_range", "use_cache")  # not the model's, or said more exactly there
     ours = {name: value for name, value in made.items() if name not in theirs}
     ours["dtype"] = made.get("torch_dtype", made.get("dtype"))  # its name of late
     return before | {name: value for name, value in ours.items() if name in before and before[name] != value}
@@ -209,8 +206,8 @@ def as_imported(cfg: RunConfig, kind: str, made: dict[str, Any]) -> dict[str, An
 
 def imported(cfg: RunConfig, kind: str) -> dict[str, Any] | None:
     """The config.json from which this run was imported, if it was of this kind."""
-    path = Path(cfg.run) / SOURCE
-    if not path.is_file():
+    path = Path(cfg.run) / kept.CONFIG
+    if kind not in KINDS or not path.is_file():
         return None
     found = json.loads(path.read_text())
     return found if isinstance(found, dict) and found.get("model_type") == kind else None

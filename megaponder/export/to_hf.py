@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +17,7 @@ from megaponder.checkpoint.state import load_state
 from megaponder.checkpoint.weights import read_weights
 from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError
-from megaponder.export import card, compose, configs, folder, looped, names, native, reference, targets, tokenizer
+from megaponder.export import card, compose, configs, folder, kept, looped, names, native, reference, targets, tokenizer
 from megaponder.export.formats import FORMATS
 from megaponder.export.requirements import require_transformers
 from megaponder.ponder.settings import table_rows
@@ -120,6 +120,9 @@ def export(
     reference.check_tolerance(tolerance)
     source = locate(checkpoint)
     cfg, state = read_weights(source, ema)
+    at, run = load_state(source)[0], source.parent.parent
+    cfg = replace(cfg, run=str(run))  # it may have been moved
+    before = kept.of(run, at.step) if tokenizer_path in (None, tokenizer.NONE) else None
     compose.decoding_class(cfg.ponder.method)  # raises its error first
     dtype = dtype or str(state["embedding.word_embeddings.weight"].dtype).removeprefix("torch.")
     refitted = None if refit is None else refit(cfg, state, dtype_of(dtype))
@@ -140,9 +143,9 @@ def export(
         elif target is not None:
             written, plain = targets.unroll(written, plain)
             kind, reason = configs.native_format(written)
-        tokens = tokenizer.write(cfg, temporary, tokenizer_path, chat_template)
+        tokens = tokenizer.write(cfg, temporary, tokenizer_path, chat_template, before.config if before else None)
         told = {} if refitted is None else {"refitted": asdict(refitted)}
-        write_model(written, plain, temporary, kind, tokens.eos_id, shard_bytes, told)
+        write_model(written, plain, temporary, kind, tokens.eos_id, shard_bytes, told, before)
         count = sum(t.numel() for t in plain.values())
         del plain
         worst = check(*compared, temporary, out, tolerance)
@@ -151,8 +154,9 @@ def export(
             temporary,
             native=kind is not None,
             target=target,
-            state=load_state(source)[0],
-            run=source.parent.parent,
+            state=at,
+            run=run,
+            untrained=before is not None,
             licence=licence,
             parameters=count,
             tokens=tokens,
@@ -183,10 +187,11 @@ def write_model(
     eos: int | None,
     shard_bytes: int = folder.SHARD_BYTES,
     told: Mapping[str, Any] = MappingProxyType({}),
+    before: kept.Kept | None = None,
 ) -> None:
     """Weights, config.json, generation_config.json and, if no model_type `kind` represents it, the modelling code.
 
-    With a `kind`, the embedding scale is 1 (`targets.fold`).
+    With a `kind`, the embedding scale is 1 (`targets.fold`).  `before`: from the folder of an untrained model.
     """
     assert cfg.model.num_heads is not None
     dtype = str(plain["model.embed_tokens.weight"].dtype).removeprefix("torch.")
@@ -203,9 +208,11 @@ def write_model(
         for name, text in compose.files(cfg.ponder.method).items():
             (path / name).write_bytes(text.encode())
     if kind is None or looped.imported(cfg, kind) is None:  # else the folder's own fields, and no others
-        config |= {"megaponder_version": __version__, **told}
+        config |= {"megaponder_version": __version__, **told, **(before.config if before else {})}
     folder.write_json(path / "config.json", config)
-    generation: dict[str, Any] = {"bos_token_id": eos, "eos_token_id": eos, "pad_token_id": eos}
+    generation: dict[str, Any] = dict.fromkeys(kept.ENDS, eos)
+    if before is not None:
+        generation = before.generation or {name: config.get(name) for name in kept.ENDS}
     folder.write_json(path / "generation_config.json", {k: v for k, v in generation.items() if v is not None})
     folder.write_weights(path, tensors, shard_bytes)
 

@@ -12,6 +12,7 @@ from megaponder.config.schema import RunConfig
 from megaponder.data.tokenizer import Tokenizer, load_tokenizer
 from megaponder.errors import UserError
 from megaponder.export.folder import read_json, write_json
+from megaponder.export.kept import ENDS
 
 NONE = "none"
 """Used instead of a path: export without a tokenizer."""
@@ -43,13 +44,18 @@ def find(cfg: RunConfig, path: str | Path | None) -> Tokenizer | None:
 
 
 def write(
-    cfg: RunConfig, out: Path, path: str | Path | None, chat_template: str | Path | None = None
+    cfg: RunConfig,
+    out: Path,
+    path: str | Path | None,
+    chat_template: str | Path | None = None,
+    before: dict[str, Any] | None = None,
 ) -> TokenizerFiles:
     """Write tokenizer.json and tokenizer_config.json into `out`.
 
     Training puts nothing but EOD between documents, so EOD is both BOS and EOS, and no token is added to a text
     (add_bos_token false): with any other rule evaluation scores change by orders of magnitude.  The chat template is
-    that of the tokenizer's folder, or the given file.
+    that of the tokenizer's folder, or the given file.  `before` has the special ids of a folder that was imported and
+    not trained since: they stay, and so does what its tokenizer adds to a text.
     UserError if the written files do not give the same ids as in training on sample texts.
     """
     tokenizer = find(cfg, path)
@@ -70,22 +76,27 @@ def write(
             f"{cfg.model.vocab_size}; use the tokenizer that the model was trained with."
         )
     content = {"bytes": _bytes, "huggingface": _huggingface, "sentencepiece": _sentencepiece}[tokenizer.kind](tokenizer)
+    if before is not None and tokenizer.kind == "huggingface":
+        content["post_processor"] = json.loads(source_file(tokenizer, "tokenizer.json").read_bytes())["post_processor"]
     write_json(out / "tokenizer.json", content)
-    token = None if eos is None else _token(out / "tokenizer.json", eos)
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": cfg.model.max_positions,
         "padding_side": "left",
         "clean_up_tokenization_spaces": False,
-        "add_bos_token": False,
-        "add_eos_token": False,
     }
-    if token is not None:
-        settings |= {"bos_token": token, "eos_token": token, "pad_token": token}
+    if before is None:
+        settings |= {"add_bos_token": False, "add_eos_token": False}
+    ids = dict.fromkeys(ENDS, eos) if before is None else before
+    for name in ENDS:
+        index = ids.get(name)
+        index = index[0] if isinstance(index, list) and index else index
+        if type(index) is int and index >= 0 and (token := _token(out / "tokenizer.json", index)) is not None:
+            settings[name.removesuffix("_id")] = token
     if (template := _chat_template(tokenizer, chat_template)) is not None:
         settings["chat_template"] = template
     write_json(out / "tokenizer_config.json", settings)
-    _check(out, tokenizer, eos)
+    _check(out, tokenizer, eos, trained=before is None)
     return TokenizerFiles(tokenizer.name, eos)
 
 
@@ -190,16 +201,17 @@ def _sentencepiece(tokenizer: Tokenizer) -> dict[str, Any]:
     return dict(json.loads(backend.to_str()))
 
 
-def _check(out: Path, tokenizer: Tokenizer, eos: int | None) -> None:
-    """Reject an export whose tokenizer differs from the one used in training on any sample."""
+def _check(out: Path, tokenizer: Tokenizer, eos: int | None, trained: bool) -> None:
+    """Reject an export whose tokenizer differs from the one used in training on any sample, or after training adds
+    tokens."""
     from transformers import AutoTokenizer
 
     exported = AutoTokenizer.from_pretrained(out)
     for text, want in zip(SAMPLES, tokenizer.encode_batch(SAMPLES), strict=True):
-        if (got := exported(text)["input_ids"]) != want:
+        if (got := exported(text, add_special_tokens=trained)["input_ids"]) != want:
             raise UserError(
                 f"the tokenizer {tokenizer.name} cannot be exported: {text!r} gives ids {got[:8]} instead of "
                 f"{want[:8]}; use {NONE!r} to export without a tokenizer."
             )
-    if eos is not None and exported.eos_token_id != eos:
+    if trained and eos is not None and exported.eos_token_id != eos:
         raise UserError(f"the tokenizer {tokenizer.name} has no token of id {eos}, which ended documents in training.")

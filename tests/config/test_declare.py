@@ -44,8 +44,9 @@ IDENTITY = {
 def test_what_a_weight_means_cannot_change() -> None:
     assert {name for name, f in all_fields().items() if f.declared.resume == "refused"} == IDENTITY
     free = {name for name in IDENTITY if all_fields()[name].declared.change_at_load != "refused"}
-    assert free == {"ponder.method", "model.vocab_multiple", "model.rotary_base", "optimizer.kind"}
-    assert {name for name, f in all_fields().items() if f.declared.change_at_load == "asked"} == {"model.rotary_base"}
+    asked = {"model.rotary_base", "model.rotary_scaling"}
+    assert free == {"ponder.method", "model.vocab_multiple", "optimizer.kind", *asked}
+    assert {name for name, f in all_fields().items() if f.declared.change_at_load == "asked"} == asked
 
 
 def test_what_a_comparison_leaves_out() -> None:

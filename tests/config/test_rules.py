@@ -127,7 +127,11 @@ BROKEN: list[Broken] = [
     broken("checkpoint.keep_last", "at least 1", checkpoint__keep_last=0),
     broken("checkpoint.load", "never used", checkpoint__load="x", checkpoint__resume="must"),
     broken("checkpoint.load_changes", "nothing is loaded", checkpoint__load_changes=["model.rotary_base"]),
-    broken("checkpoint.load_changes", "these may: model.rotary_base", checkpoint__load_changes=["model.norm"]),
+    broken(
+        "checkpoint.load_changes",
+        "these may: model.rotary_base, model.rotary_scaling",
+        checkpoint__load_changes=["model.norm"],
+    ),
     broken("logging.every", "at least 1", logging__every=0),
     broken("logging.peak_tflops", "more than 0", logging__peak_tflops=0.0),
     broken("run", "must be a folder", run=" "),

@@ -171,7 +171,12 @@ for moved in ("neox_tied", "llama_wide_heads", "qwen3_tied"):
 def write(name: str, out: Path, seed: int = 0, **save: Any) -> Any:
     """Save the model of a case with weights large enough that every part matters; returns it."""
     cls, config = (CASES | MORE)[name]
-    model = cls(config()).eval()
+    return make(cls(config()), out, seed, **save)
+
+
+def make(model: Any, out: Path, seed: int = 0, **save: Any) -> Any:
+    """The same for a model of transformers."""
+    model.eval()
     generator = torch.Generator().manual_seed(seed)
     for key, parameter in model.named_parameters():
         norm = parameter.dim() == 1 and key.endswith("weight")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.export import models
-from tests.tolerance import RTOL
+from tests.tolerance import PARITY
 
 
 def _rows(net: torch.nn.Module) -> list[int]:
@@ -31,9 +31,9 @@ def test_exits_of_ouro_save_loops() -> None:
     first = net(tokens[:, :4], use_cache=True)
     rest = net(tokens[:, 4:], cache=first["cache" if "cache" in first else "past_key_values"])
     got = torch.cat([first.logits, rest.logits], dim=1)
-    torch.testing.assert_close(got, whole.logits, rtol=RTOL, atol=RTOL * float(got.abs().max()))
+    torch.testing.assert_close(got, whole.logits, rtol=0, atol=PARITY * float(got.abs().max()))
     exact = models.model("llama", "ouro")(tokens[:, :1], use_cache=False).logits
-    torch.testing.assert_close(net(tokens[:, :1]).logits, exact, rtol=RTOL, atol=RTOL * float(exact.abs().max()))
+    torch.testing.assert_close(net(tokens[:, :1]).logits, exact, rtol=0, atol=PARITY * float(exact.abs().max()))
 
 
 @torch.no_grad()
@@ -79,7 +79,7 @@ def test_criteria_of_huginn(by: str) -> None:
     first = net(tokens[:, :4], use_cache=True, **never)
     rest = net(tokens[:, 4:], cache=first["cache" if "cache" in first else "past_key_values"], **never)
     got = torch.cat([first.logits, rest.logits], dim=1)
-    torch.testing.assert_close(got, whole, rtol=RTOL, atol=RTOL * float(whole.abs().max()))
+    torch.testing.assert_close(got, whole, rtol=0, atol=PARITY * float(whole.abs().max()))
     steps = [net(tokens, passes=r, use_cache=False).logits for r in range(1, 7)]
     p = [x.double().softmax(-1) for x in steps]
     entropy = [-(x * x.log()).sum(-1) for x in p]
@@ -96,6 +96,6 @@ def test_criteria_of_huginn(by: str) -> None:
         below, want = 1e9, 1
     done = net(tokens, exit_by=by, exit_below=below, use_cache=True, output_depths=True)
     assert int(done.depths.max()) == want
-    torch.testing.assert_close(done.logits, steps[want - 1], rtol=RTOL, atol=RTOL * float(whole.abs().max()))
+    torch.testing.assert_close(done.logits, steps[want - 1], rtol=0, atol=PARITY * float(whole.abs().max()))
     with pytest.raises(ValueError, match="exit_by = 'x': it must be one of change, cosine"):
         net(tokens, exit_by="x")

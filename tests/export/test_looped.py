@@ -19,7 +19,7 @@ from megaponder.export.load import load_folder
 from megaponder.export.looped import _frequencies
 from megaponder.export.to_hf import export
 from tests.export import checkpoints
-from tests.tolerance import RTOL
+from tests.tolerance import PARITY
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "looped"
 OURO: dict[str, Any] = {
@@ -69,11 +69,11 @@ def write(name: str, path: Path, **changes: Any) -> Path:
 def test_round_trip(name: str, tmp_path: Path) -> None:
     theirs = write(name, tmp_path / "hf")
     done = import_hf(theirs, tmp_path / "run")
-    assert done.max_difference < RTOL
+    assert done.max_difference < PARITY
     cfg, _ = load_weights(tmp_path / "run")
     assert cfg.ponder.method == name.partition("_")[0]
     back = export(tmp_path / "run", tmp_path / "back", target=CASES[name]["model_type"])
-    assert back.max_difference < RTOL and not (tmp_path / "back" / "modeling_megaponder.py").exists()
+    assert back.max_difference < PARITY and not (tmp_path / "back" / "modeling_megaponder.py").exists()
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == CASES[name]
     before, after = (load_file(folder / "model.safetensors") for folder in (theirs, tmp_path / "back"))
     assert before.keys() == after.keys()
@@ -83,7 +83,7 @@ def test_round_trip(name: str, tmp_path: Path) -> None:
         z = np.load(FIXTURES / f"{name}.npz")
         with torch.no_grad():
             logits = load_folder(tmp_path / "back")(torch.tensor(z["ids"])).logits
-        torch.testing.assert_close(logits, torch.tensor(z["logits"]), rtol=RTOL, atol=RTOL * float(logits.abs().max()))
+        torch.testing.assert_close(logits, torch.tensor(z["logits"]), rtol=0, atol=PARITY * float(logits.abs().max()))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from megaponder.export.load import load_folder
 from megaponder.export.to_hf import export
 from tests.export import checkpoints
 from tests.export.models import ids
-from tests.tolerance import RTOL
+from tests.tolerance import PARITY
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("pythia", {"parallel_residual": False}),
@@ -31,14 +31,14 @@ def test_an_unrolled_model_is_plain(family: str, changes: dict[str, Any], tmp_pa
     """Loaded by transformers without remote code: same log-probabilities, same greedy text, with and without cache."""
     net = checkpoints.make(family, "loop", tmp_path / "run", **changes)
     done = export(tmp_path / "run", tmp_path / "hf", target="unrolled", shard_bytes=30_000)
-    assert done.native and done.max_difference < RTOL and not [n for n in done.files if n.endswith(".py")]
+    assert done.native and done.max_difference < PARITY and not [n for n in done.files if n.endswith(".py")]
     assert "model.safetensors.index.json" in done.files  # shards of copies, too
     plain, tokens = AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), ids(2, 7)
     assert plain.config.num_hidden_layers == 6
     assert plain.config.tie_word_embeddings == (family == "gpt2")  # a scaled table is not the head's any more
     with torch.no_grad():
         want, got = (model(tokens).logits.log_softmax(-1) for model in (net, plain))
-    assert (got - want).abs().max() < RTOL * want.abs().max()
+    assert (got - want).abs().max() < PARITY * want.abs().max()
     greedy = dict(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert torch.equal(plain.generate(tokens, **greedy), net.generate(tokens, **greedy))
 
@@ -47,7 +47,7 @@ def test_nanbeige(tmp_path: Path) -> None:
     """The layers once under Llama's names; it comes back as the same looped model."""
     net = checkpoints.make("llama", "loop", tmp_path / "run", tie_word_embeddings=True)
     done = export(tmp_path / "run", tmp_path / "hf", target="nanbeige")
-    assert done.max_difference < RTOL and "Nanbeige's format" in str(done)
+    assert done.max_difference < PARITY and "Nanbeige's format" in str(done)
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert (config["num_loops"], config["num_hidden_layers"], config["skip_loop_final_norm"]) == (3, 2, True)
     assert (config["model_type"], config["tie_word_embeddings"], config["rope_theta"]) == ("nanbeige", False, 5e5)
@@ -56,7 +56,7 @@ def test_nanbeige(tmp_path: Path) -> None:
     scaled = net.model.embed_tokens.weight * net.config.embedding_scale
     torch.testing.assert_close(tensors["model.embed_tokens.weight"], scaled)
     again = import_hf(tmp_path / "hf", tmp_path / "again")
-    assert again.config.ponder.method == "loop" and again.max_difference < RTOL
+    assert again.config.ponder.method == "loop" and again.max_difference < PARITY
     for name, value, words in (
         ("num_loops", 0, "num_loops = 0: it must be an integer of at least 1"),
         ("loop_loss_weights", [1], r"loss_weights = \[1.0\]: it must have one number for each of the 2 loops"),
@@ -80,7 +80,7 @@ def _exported(run: Path, out: Path) -> Path:
 def test_a_scaled_table_is_rounded_once(tmp_path: Path) -> None:
     net = checkpoints.make("llama", "loop", tmp_path / "run")
     done = export(tmp_path / "run", tmp_path / "hf", target="nanbeige", dtype="bfloat16")
-    assert done.max_difference < RTOL
+    assert done.max_difference < PARITY
     table = load_file(tmp_path / "hf" / "model.safetensors")["model.embed_tokens.weight"]
     assert torch.equal(table, (net.model.embed_tokens.weight * net.config.embedding_scale).bfloat16())
 
@@ -89,7 +89,7 @@ def test_a_plain_model_with_a_scaled_tied_table(tmp_path: Path) -> None:
     """No native format holds it as it is; `unrolled`, once, is exact with two tables."""
     checkpoints.make("gpt2", "vanilla", tmp_path / "run", embedding_scale=2.0)
     done = export(tmp_path / "run", tmp_path / "hf", target="unrolled")
-    assert done.native and done.max_difference < RTOL
+    assert done.native and done.max_difference < PARITY
 
 
 def test_a_target_that_differs_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

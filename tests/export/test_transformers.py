@@ -25,7 +25,7 @@ from megaponder.export.to_hf import export
 from tests.export import checkpoints
 from tests.export.models import LATENT, METHODS, VOCAB, ids, model
 from tests.export.test_decoding import close
-from tests.tolerance import RTOL
+from tests.tolerance import PARITY
 
 GREEDY: dict[str, Any] = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
 
@@ -37,7 +37,7 @@ def test_a_folder_in_this_release(family: str, method: str, tmp_path: Path) -> N
     net = checkpoints.make(family, method, tmp_path / "run", {"sequence_length": 24}, **short)
     folder = tmp_path / f"{method}-model"  # transformers keeps code by the folder's name
     done = export(tmp_path / "run", folder, shard_bytes=30_000)
-    assert done.max_difference < RTOL and "model.safetensors.index.json" in done.files
+    assert done.max_difference < PARITY and "model.safetensors.index.json" in done.files
     loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     tokens, mask = ids(2, 6), torch.ones(2, 6, dtype=torch.long)
     mask[1, :2] = 0
@@ -50,7 +50,7 @@ def test_a_folder_in_this_release(family: str, method: str, tmp_path: Path) -> N
     loaded.save_pretrained(tmp_path / f"{method}-saved")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / f"{method}-saved", trust_remote_code=True)
     assert torch.equal(again(tokens).logits, loaded(tokens).logits)
-    assert import_hf(folder, tmp_path / "back").max_difference < RTOL
+    assert import_hf(folder, tmp_path / "back").max_difference < PARITY
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -7,11 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from megaponder.checkpoint import folder, reader
 from megaponder.export.from_hf import import_hf
+from megaponder.export.to_hf import export
 from megaponder.ponder.base import PARAMETER_PREFIX
-from tests.tolerance import ATOL, RTOL
+from tests.export import hf_models
+from tests.tolerance import ATOL, PARITY, RTOL, difference
 from tests.training.conftest import Base, run
 
 OWN = {
@@ -38,8 +42,6 @@ def tensors(run: Path, step: int) -> dict[str, np.ndarray]:
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder made from a random GPT-NeoX folder, and datasets beside it whose ids it knows."""
-    pytest.importorskip("transformers")
-    from tests.export import hf_models
     from tests.training import datasets
 
     root = tmp_path_factory.mktemp("continued")
@@ -59,9 +61,20 @@ def job(root: Path, name: str, method: str, **changes: Any) -> dict[str, Any]:
     return {"run": str(root / name), "data": str(root)} | HF | ponder | budget | start | changes
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 10, "beta_fast": 4.0, "beta_slow": 0.5}
+LONGER: dict[str, Any] = {
+    "model__rotary_base": 5e4, "model__rotary_scaling": YARN, "model__max_positions": 64, "optimizer__lr": 1e-12,
+    "checkpoint__load_changes": ["model.rotary_base", "model.rotary_scaling"],
+}  # fmt: skip
+"""Changes for longer texts, and a step that moves no weight."""
+
+
 def test_imported_weights_start_methods_with_parameters_of_their_own(imported: Path):
     jobs = [job(imported, name, name) for name in ("vanilla", *OWN)]
+    jobs.append(job(imported, "longer", "vanilla", **LONGER))
     _, output = run("run_many", 1, jobs=jobs)
+    for name in LONGER["checkpoint__load_changes"]:
+        assert f"Warning: {name} was " in output
     run("run_many", 2, jobs=[job(imported, f"{n}-pp2", n, parallel__pipeline=2) for n in OWN])
     for name, own in OWN.items():
         names = ", ".join(f"{PARAMETER_PREFIX}modules.{n}" for n in own)
@@ -71,6 +84,17 @@ def test_imported_weights_start_methods_with_parameters_of_their_own(imported: P
             tensors(imported / name, 1)[f"{PARAMETER_PREFIX}modules.{own[-1]}"], RTOL, ATOL,
         )  # fmt: skip
     assert output.count("Starting from the weights of") == len(jobs)
+
+    export(imported / "longer", imported / "longer-hf")
+    longer, plain = (AutoModelForCausalLM.from_pretrained(imported / name) for name in ("longer-hf", "hf"))
+    names = hf_models.rope(5e4, partial_rotary_factor=0.25, **YARN)
+    changed = GPTNeoXForCausalLM(GPTNeoXConfig(**hf_models.NEOX | {"max_position_embeddings": 64}, **names)).eval()
+    changed.load_state_dict(plain.state_dict())
+    ids = torch.randint(83, (2, 64), generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        want, got, before = (model(ids).logits for model in (changed, longer, plain))
+    assert difference(got, want) < PARITY
+    assert difference(before, want) > 0.01
 
 
 def test_an_imported_run_folder_points_to_load(imported: Path):

@@ -1,0 +1,52 @@
+"""What a run folder keeps of the Hugging Face folder that it was imported from, for exports of what was not trained.
+
+Training puts nothing but EOD between documents, which makes it BOS and EOS of what was trained (`tokenizer`).  A model
+that was only imported has seen what its own folder says, so its export says the same: special ids, the sampling
+defaults of generation_config.json, and a tokenizer that adds the same tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaponder.export.folder import read_json, write_json
+
+CONFIG, GENERATION = "imported_config.json", "imported_generation_config.json"
+ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_SAME = (*ENDS, "initializer_range", "init_std")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Of one folder."""
+
+    config: dict[str, Any]
+    """Fields that mean the same in every format, where its config.json has them."""
+    generation: dict[str, Any]
+    """generation_config.json."""
+
+
+def keep(hf: dict[str, Any], source: Path, run: Path) -> None:
+    """Write the files of `run`."""
+    write_json(run / CONFIG, hf)
+    if (source / "generation_config.json").is_file():
+        write_json(run / GENERATION, read_json(source, "generation_config.json"))
+
+
+def of(run: Path, step: int) -> Kept | None:
+    """What was kept, if the checkpoint of this step is the import itself."""
+    if step or not (run / CONFIG).is_file():
+        return None
+    config = {name: value for name, value in read_json(run, CONFIG).items() if name in _SAME and _plain(value)}
+    there = (run / GENERATION).is_file()
+    # words name what transformers would fetch or run, so only numbers come along
+    generation = {n: v for n, v in read_json(run, GENERATION).items() if _plain(v)} if there else {}
+    return Kept(config, generation)
+
+
+def _plain(value: Any) -> bool:
+    """A number, a switch, null or a list of numbers."""
+    parts = value if isinstance(value, list) else [value]
+    return all(part is None or isinstance(part, bool | int | float) for part in parts)
