@@ -51,6 +51,15 @@ def add_parser(commands: Commands) -> None:
         "--passes", type=int, metavar="N", help="passes of a token, at most (exactly, for methods of fixed depth)"
     )
     parser.add_argument("--threshold", type=float, metavar="X", help="of halting, instead of the model's own")
+    parser.add_argument(
+        "--exit-below", type=float, metavar="X", help="looped cores stop once a recurrence changes less than this"
+    )
+    parser.add_argument(
+        "--exit-by", metavar="NAME", help="what it must no longer change: change, cosine, entropy, divergence, ..."
+    )
+    parser.add_argument(
+        "--kv-budget", type=int, metavar="N", help="keep keys and values of so many passes of a token; 0: of all"
+    )
     parser.add_argument("--depths", action="store_true", help="tell how many passes each token ran")
     parser.add_argument(
         "--speculate", type=int, default=0, metavar="N",
@@ -96,6 +105,9 @@ def run(args: argparse.Namespace) -> int:
         trust_remote_code=args.trust_remote_code,
         passes=args.passes,
         threshold=args.threshold,
+        exit_below=args.exit_below,
+        exit_by=args.exit_by,
+        kv_budget=args.kv_budget,
         depths=args.depths,
         speculate=args.speculate,
     )
@@ -129,6 +141,9 @@ def _batch(args: argparse.Namespace) -> int:
         trust_remote_code=args.trust_remote_code,
         passes=args.passes,
         threshold=args.threshold,
+        exit_below=args.exit_below,
+        exit_by=args.exit_by,
+        kv_budget=args.kv_budget,
         depths=args.depths,
         rows=args.rows,
     )

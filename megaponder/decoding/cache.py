@@ -61,9 +61,11 @@ class Entry:
     keys: Tensor | None = None
     values: Tensor | None = None
 
-    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append rows; returns all keys and values."""
+    def update(self, keys: Tensor, values: Tensor, after: int | None = None) -> tuple[Tensor, Tensor]:
+        """Append rows, in place of those from row `after` on; returns all keys and values."""
         if self.keys is not None and self.values is not None:
+            if after is not None and after < self.keys.shape[2]:
+                self.change(lambda x: x[:, :, :after])
             keys, values = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
         self.keys, self.values = keys, values
         return keys, values
@@ -75,7 +77,7 @@ class Entry:
 
 
 class PonderCache(DynamicCache):
-    """Keys and values of every pass: entry `pass * layers + layer`.
+    """Keys and values of every pass: entry `pass * layers + layer`.  Passes may share entries (see `Run.entry`).
 
     A pass may hold any number of rows for a token: slots, or none if no sequence of the batch ran it.  `rows` records
     which; the length is counted in tokens, as `generate` expects.  Beam reordering and cropping apply to everything.
@@ -92,15 +94,19 @@ class PonderCache(DynamicCache):
         self.rows: dict[int, Rows] = {}
         self.slots: Slots | None = None
         """Keys and values of a method whose tokens halt; `layers` and `rows` are those of the others."""
+        self.ran: Tensor | None = None
+        """[b, t] passes of each token, where the method says; else its rows tell."""
 
-    def by_slot(self, sequences: int, merge: bool, device: torch.device) -> Slots:
+    def by_slot(self, sequences: int, merge: bool, device: torch.device, budget: int = 0) -> Slots:
         """The slots of a batch, made at the first call."""
         if self.slots is None:
-            self.slots = Slots(sequences, merge, device=device)
+            self.slots = Slots(sequences, merge, device=device, budget=budget)
         return self.slots
 
     def depths(self) -> Tensor | None:
         """[b, t] rows that each token has: the passes that it ran, or its slots; None for an empty cache."""
+        if self.ran is not None:
+            return self.ran
         if self.slots is not None:
             return self.slots.depths()
         count: Tensor | None = None
@@ -119,16 +125,35 @@ class PonderCache(DynamicCache):
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
         return -1  # no limit
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any) -> tuple[Tensor, Tensor]:
-        """Append rows to an entry; returns all of its keys and values."""
+    def note(self, depth: Tensor) -> None:
+        """Passes [b, n] that new tokens ran."""
+        self.ran = depth if self.ran is None else torch.cat([self.ran, depth], dim=1)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, after: Any = None, *_: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append rows to an entry, in place of those from row `after` on; returns all of its keys and values."""
         while len(self.layers) <= layer_idx:
             self.layers.append(Entry())
-        return self.layers[layer_idx].update(key_states, value_states)
+        return self.layers[layer_idx].update(key_states, value_states, after if isinstance(after, int) else None)
 
     def add(self, index: int, new: Rows) -> Rows:
         """Announce rows that pass `index` is about to store; returns all rows of that pass."""
         self.rows[index] = self.rows[index].joined(new) if index in self.rows else new
         return self.rows[index]
+
+    def complete(self, index: int, part: range | None = None) -> None:
+        """Tokens that did not run pass `index` get a copy of their keys and values of the pass before it."""
+        held = len(self.rows[index].token) if index in self.rows else 0
+        if not index or held == self.tokens:
+            return
+        lacking = slice(held, self.tokens)
+        self.add(index, self.rows[index - 1].at(lacking))
+        for layer in range(self.layers_a_pass) if part is None else part:
+            source = self.layers[(index - 1) * self.layers_a_pass + layer]
+            assert source.keys is not None and source.values is not None
+            held_rows = (source.keys[:, :, lacking], source.values[:, :, lacking])
+            self.update(*held_rows, index * self.layers_a_pass + layer)
 
     def retain(self, index: int, rows: slice | Tensor) -> None:
         """Keep only these rows of a pass."""
@@ -159,11 +184,12 @@ class PonderCache(DynamicCache):
         if self.slots is not None:
             self.slots.crop(min(tokens, self.tokens))
         self.tokens = min(tokens, self.tokens)
+        self.ran = self.ran[:, : self.tokens] if self.ran is not None and self.tokens else None
 
     def reset(self) -> None:
         self.layers.clear()
         self.rows.clear()
-        self.tokens, self.slots = 0, None
+        self.tokens, self.slots, self.ran = 0, None, None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._over_batch(lambda x: x.index_select(0, beam_idx.to(x.device)))
@@ -178,5 +204,6 @@ class PonderCache(DynamicCache):
         self.rows = {index: rows.over_batch(change) for index, rows in self.rows.items()}
         if self.slots is not None:
             self.slots.over_batch(change)
+        self.ran = None if self.ran is None else change(self.ran)
         for entry in self.layers:
             entry.change(change)

@@ -190,6 +190,8 @@ class PonderForCausalLM(PreTrainedModel, GenerationMixin):
         states, self.model.states = self.model.states, None
         if run.cache is not None:
             run.cache.tokens = run.past + tokens.shape[1]
+            if run.depth is not None:
+                run.cache.note(run.depth)
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = wide(self.lm_head(h[:, keep]))
         loss = None

@@ -50,7 +50,10 @@ class View:
 
         `before`: keys and values of the new rows in earlier passes of this layer, as far as the method keeps them.
         """
-        return (*(self.cache.update(k, v, entry) if self.cache is not None else (k, v)), k, v)
+        if self.cache is None:
+            return k, v, k, v
+        after = None if self.tokens is None else self.tokens[1].shape[-1] - k.shape[2]
+        return (*self.cache.update(k, v, entry, after), k, v)
 
     def kept(self, before: tuple[Tensor, ...], k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """`before` of the next pass."""
@@ -63,6 +66,20 @@ class View:
     def collected(self, out: Tensor) -> Tensor:
         """The inverse of `spread`, for what attention makes of queries."""
         return out
+
+
+class Reading(View):
+    """Another pass over the same rows, which reads what the pass of the view stored, and stores nothing."""
+
+    def join(self, entry: int, k: Tensor, v: Tensor, before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if self.cache is None:
+            return (*before, *before)
+        stored = self.cache.layers[entry]
+        assert stored.keys is not None and stored.values is not None
+        return stored.keys, stored.values, k, v
+
+    def kept(self, before: tuple[Tensor, ...], k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return before
 
 
 @dataclass
@@ -80,6 +97,8 @@ class Run:
     """The method's own arguments of this forward (`DecodingMethod.arguments`)."""
     rows: dict[int, Rows] = field(default_factory=dict)
     """By pass: all stored rows, including those of this forward."""
+    views: dict[int, View] = field(default_factory=dict)
+    """By entry of keys and values (see `entry`)."""
     depth: Tensor | None = None
     """[b, n] passes that each new token ran, 0 at padding; None if the method does not say."""
 
@@ -109,9 +128,21 @@ class Run:
         positions = self.positions.repeat_interleave(slots, dim=1)
         return View(positions, self.mask(index, slots), rows.weight, self.cache, (token[None], rows.token[None]))
 
+    def entry(self, index: int, part: range | None = None) -> View:
+        """A pass, of one row for each token, with the keys and values `index` of all layers, or those of a part.
+
+        Of passes of this forward that name the same, the later replace what the earlier stored of the new tokens; where
+        tokens before have none there, those of the last pass that they ran stand in.
+        """
+        if index not in self.views:
+            if self.cache is not None and self.past:
+                self.cache.complete(index, part)
+            self.views[index] = self.view(index)
+        return self.views[index]
+
     def draft(self, slots: int, alive: Tensor | None = None, weight: Tensor | None = None) -> View:
         """A pass over whole sequences that leaves nothing in the cache, which is empty."""
-        return replace(self, cache=None, rows={}).view(0, slots, alive, weight)
+        return replace(self, cache=None, rows={}, views={}).view(0, slots, alive, weight)
 
     def mask(self, index: int, slots: int = 1) -> Tensor | None:
         """The mask of a `View` whose rows read the rows of pass `index` up to themselves."""

@@ -1,7 +1,8 @@
 """Keys and values by slot: one slot for each pass that a token ran, so that memory is the sum of depths.
 
 A table says which slot every pass of every token reads.  A pass reads one key of each token: its own or, where the
-token has halted, that of its last pass.  Or, with `merge`, it reads the keys of all passes so far.
+token has halted, that of its last pass.  Or, with `merge`, it reads the keys of all passes so far.  With a `budget` a
+token has so many slots at most: pass i takes the slot of pass i - budget, and replaces what that held.
 
 Shapes: b sequences, p passes, t tokens, m rows (one token in one pass), s sequences with rows, k keys.
 """
@@ -21,8 +22,15 @@ SPARE = 64
 class Slots:
     """Slots of a batch, and what they hold in each layer; without `stored`, layers hand that on from pass to pass."""
 
-    def __init__(self, sequences: int, merge: bool, stored: bool = True, device: torch.device | str | None = None):
-        self.merge, self.stored, self.used = merge, stored, 0
+    def __init__(
+        self,
+        sequences: int,
+        merge: bool,
+        stored: bool = True,
+        device: torch.device | str | None = None,
+        budget: int = 0,
+    ):
+        self.merge, self.stored, self.budget, self.used = merge, stored, budget, 0
         self.table = torch.full((sequences, 0, 0), -1, dtype=torch.long, device=device)
         """[b, p, t] the slot of each pass of each token; -1: none."""
         self.keys: list[Tensor] = []
@@ -42,22 +50,30 @@ class Slots:
 
     def allot(self, index: int, seq: Tensor, token: Tensor, weight: Tensor | None = None) -> Tensor:
         """[m] new slots for pass `index` of tokens `token` of sequences `seq`."""
-        if (more := index + 1 - self.table.shape[1]) > 0:
-            b, p, t = self.table.shape
-            deepest = self.table[:, -1:] if p and not self.merge else self.table.new_full((b, 1, t), -1)
-            self.table = torch.cat([self.table, deepest.expand(-1, more, -1)], dim=1)
+        while (p := self.table.shape[1]) <= index:
+            b, _, t = self.table.shape
+            before = p - self.budget if 0 < self.budget <= p else p - 1
+            deepest = self.table[:, before, None] if p and not self.merge else self.table.new_full((b, 1, t), -1)
+            self.table = torch.cat([self.table, deepest], dim=1)
         if not self.stored and not self.merge and index:
             return self.table[seq, 0, token]  # an earlier pass's keys are read no more
+        if 0 < self.budget <= index:
+            return self.table[seq, index - self.budget, token]
         slots = torch.arange(self.used, self.used + len(seq), device=seq.device)
         self.used += len(seq)
         if self.merge:
             self.table[seq, index, token] = slots
         else:
-            self.table[seq, index:, token] = slots[:, None]
+            self.table[seq[:, None], self.readers(index), token[:, None]] = slots[:, None]
         if weight is not None:
             old = weight.new_zeros(0) if self.weight is None else self.weight
             self.weight = F.pad(old, (0, max(0, self.used - len(old)))).index_copy(0, slots, weight)
         return slots
+
+    def readers(self, index: int) -> Tensor:
+        """[p] the passes that read the slot of pass `index` of a token, unless the token runs more of them."""
+        passes = torch.arange(self.table.shape[1], device=self.table.device)
+        return passes[(passes % self.budget if self.budget else passes) >= index]
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k, v [m, groups, d]; returns all keys and values of the layer."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megaponder.decoding.backbone import wide
+from megaponder.decoding.budget import entry_of
 from megaponder.decoding.method import DecodingMethod
 from megaponder.decoding.packed import packed
 from megaponder.decoding.passes import Run
@@ -69,7 +70,7 @@ class Stepwise(DecodingMethod):
     """Whether a pass reads the keys of all passes before it, instead of one key a token (see `Slots`)."""
     extends: ClassVar[bool] = False
     """Whether tokens can run more passes than the model was trained with."""
-    arguments = ("passes", "threshold")
+    arguments = ("passes", "threshold", "kv_budget")
     limit: int | None = None
 
     def using(self, given: dict[str, Any]) -> Stepwise:
@@ -83,8 +84,20 @@ class Stepwise(DecodingMethod):
         if threshold is not None:
             if "threshold" not in self.options or getattr(self, "window", None) is not None:
                 raise ValueError(f"threshold = {threshold}: method {self.name} has no threshold to choose here")
-            made.options = {**self.options, "threshold": float(threshold)}
+            made.options = {**made.options, "threshold": float(threshold)}
+        if (budget := given.get("kv_budget")) is not None:
+            if "kv_budget" not in self.options or budget < 0:
+                rule = (
+                    "it must be at least 0" if "kv_budget" in self.options else f"method {self.name} has no such option"
+                )
+                raise ValueError(f"kv_budget = {budget}: {rule}")
+            made.options = {**made.options, "kv_budget": int(budget)}
         return made
+
+    @property
+    def kv_budget(self) -> int:
+        """Passes whose keys and values a token keeps, the newest ones; 0: all."""
+        return int(self.options.get("kv_budget", 0))
 
     @property
     def separable(self) -> bool:
@@ -102,7 +115,7 @@ class Stepwise(DecodingMethod):
         return self.limit if self.extends else min(self.limit, self.trained())
 
     def kv_passes(self) -> int:
-        return 0 if self.halts else self.deepest()
+        return 0 if self.halts else min(self.deepest(), self.kv_budget or self.deepest())
 
     def begin(self, model: Any, ids: Tensor, positions: Tensor) -> State:
         """What enters the first pass of tokens `ids` [...], or of rows [..., H] given in place of the table's."""
@@ -122,7 +135,8 @@ class Stepwise(DecodingMethod):
         state = self.begin(model, ids, run.positions)
         run.depth = torch.full_like(run.positions, self.deepest())
         for index in range(self.deepest()):
-            h = model.model.stack(state["x"], index, run.view(index))
+            at = entry_of(index, self.kv_budget)
+            h = model.model.stack(state["x"], at, run.entry(at))
             if self.leave(model, index, h, state, run.positions):
                 self.enter(model, index, state)
         return state["out"]
@@ -132,7 +146,7 @@ class Stepwise(DecodingMethod):
         if run.cache is None:
             slots = Slots(len(ids), self.merge, stored=False, device=ids.device)
         else:
-            slots = run.cache.by_slot(len(ids), self.merge, ids.device)
+            slots = run.cache.by_slot(len(ids), self.merge, ids.device, self.kv_budget)
         slots.extend(ids.shape[1])
         out, depth = self.passes(model, ids[seq, column], run.positions[seq, column], seq, run.past + column, slots)
         run.depth = torch.zeros_like(run.positions).index_put((seq, column), depth)

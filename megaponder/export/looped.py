@@ -43,13 +43,14 @@ KINDS: dict[str, Format] = {
         architecture="NanbeigeForCausalLM",
         required=_LLAMA.required
         | dict.fromkeys(
-            ("loop_share_kv", "enable_mhc", "enable_hyper_connection", "enable_depth_attention", "qk_layernorm",
+            ("enable_mhc", "enable_hyper_connection", "enable_depth_attention", "qk_layernorm",
              "ngram_insert_all_layers"), (False, None),
         )
         | {"emb_neighbor_num": (None,), "insert_ngram_layer_idx": (None, [])},
         idle=(
             *_LLAMA.idle, "auto_map", "mhc_diff_for_loop", "kv_channels", "num_loops",
             "skip_loop_final_norm", "loop_loss_weights", "enable_double_loop_split", "loop_middle_layers",
+            "loop_share_kv",
         ),
     ),
     "huginn_raven": Format(
@@ -125,6 +126,7 @@ def _nanbeige(hf: dict[str, Any], where: str) -> PonderConfig:
     if not (weights or middle) and (loops == 1 or not norm_between):
         return PonderConfig("loop", {"extra_passes": loops - 1}) if loops > 1 else PonderConfig()
     options = {"loops": loops, "norm_between": norm_between, "middle": middle}
+    options["share_kv"] = bool(middle and hf.get("loop_share_kv"))
     return PonderConfig("nanbeige", options | {"loss_weights": [float(w) for w in weights]})
 
 
@@ -178,7 +180,7 @@ def config_json(cfg: RunConfig, kind: str, dtype: str, eos: int | None) -> dict[
         if o.loss_weights:
             made["loop_loss_weights"] = o.loss_weights
         if o.middle:
-            made |= {"enable_double_loop_split": True, "loop_middle_layers": o.middle}
+            made |= {"enable_double_loop_split": True, "loop_middle_layers": o.middle, "loop_share_kv": o.share_kv}
     else:
         assert m.num_layers is not None and m.num_heads and m.hidden_size
         core = m.num_layers - o.prelude - o.coda

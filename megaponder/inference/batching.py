@@ -1,8 +1,9 @@
 """Depth-wise batching: many texts at once, where every step runs one pass of every text, whichever pass that is.
 
 A row that halts takes its next token in the very next step, so no row waits for deeper ones, and a text that ends makes
-room for the next of the queue.  A row takes exactly one slot of keys and values a step: memory is the sum of depths, in
-pages.  Prompts run all but their last token beforehand, in chunks, each pass with the rows that go on.
+room for the next of the queue.  A row takes one slot of keys and values a step (with a budget, in the end one that it
+has): memory is the sum of depths, in pages.  Prompts run all but their last token beforehand, in chunks, each pass with
+the rows that go on.
 
 On a GPU the layer is compiled, steps are captured as CUDA graphs, by number of rows and of keys, and nothing waits for
 the host between looks at which texts have ended.
@@ -78,9 +79,9 @@ class Counts:
 class Pages(Slots):
     """Slots in pages of a fixed pool; row B is a dump for rows that exist only to fill a captured step."""
 
-    def __init__(self, model: Any, rows: int, passes: int, tokens: int, pages: int, merge: bool):
+    def __init__(self, model: Any, rows: int, passes: int, tokens: int, pages: int, merge: bool, budget: int):
         device, config = model.device, model.config
-        super().__init__(0, merge, device=device)
+        super().__init__(0, merge, device=device, budget=budget)
         self.table = torch.full((rows + 1, passes, tokens), -1, dtype=torch.long, device=device)
         self.free = list(range(pages, 0, -1))  # page 0 is the dump's
         self.owned: list[list[int]] = [[] for _ in range(rows)]
@@ -114,6 +115,8 @@ class Pages(Slots):
         self.owned[row], self.cursor[row] = [], 0
 
     def allot(self, index: int, seq: Tensor, token: Tensor, weight: Tensor | None = None) -> Tensor:
+        if 0 < self.budget <= index:
+            return self.table[seq, index - self.budget, token]
         order = []
         for row, count in zip(*(x.tolist() for x in torch.unique_consecutive(seq, return_counts=True)), strict=True):
             order.append(torch.arange(self.cursor[row], self.cursor[row] + count, device=seq.device))
@@ -124,7 +127,7 @@ class Pages(Slots):
         if self.merge:
             self.table[seq, index, token] = slots
         else:
-            self.table[seq, index:, token] = slots[:, None]
+            self.table[seq[:, None], self.readers(index), token[:, None]] = slots[:, None]
         return slots
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -221,6 +224,7 @@ class DepthBatch:
         eos: int | None = None,
         passes: int | None = None,
         threshold: float | None = None,
+        kv_budget: int | None = None,
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
@@ -230,7 +234,10 @@ class DepthBatch:
         method = model.ponder
         if not isinstance(method, Stepwise) or not method.separable:
             raise UserError(f"method {method.name} cannot be batched by depth; its texts run as one padded batch.")
-        self.model, self.method = model, method.using({"passes": passes, "threshold": threshold})
+        self.model, self.method = (
+            model,
+            method.using({"passes": passes, "threshold": threshold, "kv_budget": kv_budget}),
+        )
         for name in ("gates", "budget", "router"):  # computed in FP32: cast once instead of in every step
             if name in model.method and model.dtype.itemsize < 4:
                 model.method[name].float()
@@ -239,13 +246,14 @@ class DepthBatch:
         self.window = feature(model.config, "attention_window")
         if self.window and method.merge:
             raise UserError(f"method {method.name} with a sliding window cannot be batched by depth.")
-        self.deepest, self.counts = self.method.deepest(), Counts()
+        self.deepest, self.budget, self.counts = self.method.deepest(), self.method.kv_budget, Counts()
+        self.slots_each = min(self.deepest, self.budget or self.deepest)
         cuda = model.device.type == "cuda"
         self.graphs = cuda if graphs is None else graphs
         self.look, self.chunk = (LOOK, CHUNK["cuda"]) if cuda else (1, CHUNK["cpu"])
-        each = -(-self.tokens * self.deepest // PAGE)
+        each = -(-self.tokens * self.slots_each // PAGE)
         pages = rows * each if pages is None else pages
-        self.slots = Pages(model, rows, self.deepest, self.tokens, pages, method.merge)
+        self.slots = Pages(model, rows, self.deepest, self.tokens, pages, method.merge, self.budget)
         self._stack = Stack.of(model, cuda if compiled is None else compiled)
         self._steps: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
@@ -288,7 +296,7 @@ class DepthBatch:
             if not queue or row in work:
                 continue
             request = queue[0]
-            if not self.slots.reserve(row, (len(request.text) - 1) * self.deepest + self.look):
+            if not self.slots.reserve(row, (len(request.text) - 1) * self.slots_each + self.look):
                 if not work:
                     raise UserError(
                         f"a prompt of {len(request.text)} tokens needs more than the {len(self.slots.free)} pages of "
@@ -399,7 +407,11 @@ class DepthBatch:
         for name, x in method.begin(model, ids, at).items():
             first = (index == 0).view(-1, *[1] * (x.dim() - 1))
             state[name] = torch.where(first, x, state[name])
-        slot = torch.where(live, slots.page[lane, used // PAGE] * PAGE + used % PAGE, 0)
+        slot, fresh = slots.page[lane, used // PAGE] * PAGE + used % PAGE, live
+        if 0 < self.budget < self.deepest:
+            fresh = live & (index < self.budget)
+            slot = torch.where(fresh, slot, slots.table[lane, (index - self.budget).clamp(min=0), at])
+        slot = torch.where(live, slot, 0)
         found, mask = self._keys(lane, slot, at, index, used, keys)
         h = self._stack(state["x"], at, slots, slot, found, mask)
         go_on = torch.as_tensor(method.leave(model, index, h, state, at), device=h.device)
@@ -414,7 +426,7 @@ class DepthBatch:
         over = ends & (at + 1 >= self.most[lane])
         if self.eos is not None:
             over = over | (ends & (word == self.eos))
-        self.at[lane], self.used[lane] = at, used + live
+        self.at[lane], self.used[lane] = at, used + fresh
         self.index[lane] = torch.where(go_on, index + 1, 0)
         self.live[lane] = live & ~over
 
@@ -430,7 +442,8 @@ class DepthBatch:
             return found, (order <= used[:, None]) & (slots.pass_of[found] <= index[:, None])
         depths = torch.arange(slots.table.shape[1], device=lane.device)
         place = (lane[:, None], depths, at[:, None])
-        slots.table[place] = torch.where(depths >= index[:, None], slot[:, None], slots.table[place])
+        takes = (depths % self.budget if self.budget else depths) >= index[:, None]
+        slots.table[place] = torch.where(takes, slot[:, None], slots.table[place])
         found = slots.table[lane[:, None], index[:, None], order.clamp(max=slots.table.shape[2] - 1)]
         there = order <= at[:, None]
         if self.window:

@@ -64,6 +64,9 @@ def generate(
     trust_remote_code: bool = False,
     passes: int | None = None,
     threshold: float | None = None,
+    exit_below: float | None = None,
+    exit_by: str | None = None,
+    kv_budget: int | None = None,
     depths: bool = False,
     rows: int | None = None,
     speculate: int = 0,
@@ -77,7 +80,8 @@ def generate(
     code of an export folder even if it is not this version's.  A checkpoint whose method has no decoding form runs
     the full text through the training forward for every token, with a warning.
 
-    passes: of a token, at most (exactly, for methods of fixed depth); threshold: of halting; depths: tell each token's.
+    passes: of a token, at most (exactly, for methods of fixed depth); threshold: of halting; exit_below, exit_by: when
+    a core stops (docs/looped.md); kv_budget: passes whose keys and values a token keeps; depths: tell each token's.
     rows: batch by depth, with so many texts at once (`inference.batching`); the greedy text is the same, sampled text
     is not.  speculate: greedy text with so many tokens a round drafted by their first pass.
     Raises UserError for values out of range, a source without tokenizer, or text that exceeds the longest sequence.
@@ -89,7 +93,8 @@ def generate(
             "speculation writes greedy text, one prompt after the other, and tells no depths; leave those out."
         )
     loaded = load(source, tokenizer, device, trust_remote_code)
-    given = _given(loaded, passes, threshold)
+    chosen = dict(passes=passes, threshold=threshold, exit_below=exit_below, exit_by=exit_by, kv_budget=kv_budget)
+    given = _given(loaded, {name: value for name, value in chosen.items() if value is not None})
     if seed is not None:
         torch.manual_seed(seed)
     if rows is not None or speculate:
@@ -131,9 +136,8 @@ def generate(
     ]
 
 
-def _given(loaded: Source, passes: int | None, threshold: float | None) -> dict[str, Any]:
-    """What of passes and threshold is given; ConfigError for what the model's method does not take."""
-    given = {k: v for k, v in (("passes", passes), ("threshold", threshold)) if v is not None}
+def _given(loaded: Source, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of decoding that are given; ConfigError for what the model's method does not take."""
     method = getattr(loaded.model, "ponder", None)
     for name, value in given.items():
         if method is None or name not in method.arguments:

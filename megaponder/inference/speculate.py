@@ -44,6 +44,10 @@ def speculate(
     if not isinstance(model.ponder, Stepwise) or not model.ponder.separable:
         raise UserError(f"method {model.ponder.name} has no early passes that could draft.")
     method = model.ponder.using(given)
+    if method.kv_budget:
+        raise UserError(
+            f"kv_budget = {method.kv_budget}: drafts would read what deeper passes have replaced; set it to 0."
+        )
     if not 0 < by < method.deepest():
         rule = f"it must be at least 1 and less than the {method.deepest()} passes of a token"
         raise ConfigError("by", by, rule, "use 1" if method.deepest() > 1 else "do not speculate")

@@ -19,7 +19,7 @@ from megaponder.export.load import load_folder
 from megaponder.export.looped import _frequencies
 from megaponder.export.to_hf import export
 from tests.export import checkpoints
-from tests.tolerance import PARITY
+from tests.tolerance import PARITY, difference
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "looped"
 OURO: dict[str, Any] = {
@@ -84,6 +84,33 @@ def test_round_trip(name: str, tmp_path: Path) -> None:
         with torch.no_grad():
             logits = load_folder(tmp_path / "back")(torch.tensor(z["ids"])).logits
         torch.testing.assert_close(logits, torch.tensor(z["logits"]), rtol=0, atol=PARITY * float(logits.abs().max()))
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_split_loops(share: bool, tmp_path: Path) -> None:
+    """LoopSplit of Nanbeige, with and without shared keys and values: in and out again, and decoding by token."""
+    folder = write("nanbeige_two", tmp_path / "hf")
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in list(tensors.items()):
+        if ".layers." in name:
+            at = int(name.split(".")[2])
+            tensors[name.replace(f"layers.{at}", f"layers.{at + 2}")] = (1.1 * tensor).contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    fields = NANBEIGE | {"num_hidden_layers": 4, "enable_double_loop_split": True, "loop_middle_layers": 2}
+    (folder / "config.json").write_text(json.dumps(fields | {"loop_share_kv": share}))
+    assert import_hf(folder, tmp_path / "run").max_difference < PARITY
+    assert load_weights(tmp_path / "run")[0].ponder.options["share_kv"] == share
+    assert export(tmp_path / "run", tmp_path / "back", target="nanbeige").max_difference < PARITY
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == fields | {"loop_share_kv": share}
+    net, ids = load_folder(tmp_path / "back"), torch.arange(1, 10)[None]
+    with torch.no_grad():
+        whole, out, steps = net(ids, use_cache=False).logits, {}, []
+        for cut in (slice(0, 4), slice(4, 5), slice(5, 9)):
+            out = net(ids[:, cut], use_cache=True, cache=out.get("cache", out.get("past_key_values")))
+            steps.append(out.logits)
+    assert difference(torch.cat(steps, dim=1), whole) < PARITY
+    held = [x for x in out.get("cache", out.get("past_key_values")).layers if x.keys is not None]
+    assert len(held) == (2 * 4 if share else 2 * 8)  # loops x layers, or executions
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,15 @@ CASES: dict[str, dict[str, Any]] = {
         "family": "llama", "method": "parcae",
         "options": {"prelude": 1, "coda": 1, "recurrence": 2, "draw_to": 4, "kept": 2},
     },
+    "retrofit-drawn": {
+        "family": "llama", "method": "retrofit",
+        "options": {"prelude": 1, "coda": 1, "recurrence": 2, "kept": 1, "draw": "poisson", "draw_to": 3},
+    },
+    "nanbeige-shared": {
+        "family": "llama", "method": "nanbeige",
+        "options": {"loops": 2, "middle": 2, "share_kv": True, "loss_weights": [0.3]},
+    },
+    "ouro-stage-2": {"family": "llama", "method": "ouro", "options": {"loops": 3, "stage": 2}},
     "ouro": {
         "family": "llama", "method": "ouro", "options": {"loops": 3}, "features": {"norm_placement": "sandwich"},
     },
@@ -83,6 +92,7 @@ SPREAD: dict[str, dict[str, Any]] = {
     "huginn-pp2": CASES["huginn"] | {"pipeline": 2, "micro_batches": 4},
     "huginn-tp2": CASES["huginn"] | {"tensor": 2},
     "parcae-pp2": CASES["parcae"] | {"pipeline": 2, "micro_batches": 4},
+    "nanbeige-shared-pp2": CASES["nanbeige-shared"] | {"pipeline": 2, "micro_batches": 4},
     "ouro-pp2": CASES["ouro"] | {"pipeline": 2, "micro_batches": 4},
     "loop-drawn-pp2": CASES["loop-drawn"] | {"pipeline": 2, "micro_batches": 4},
     "adaponderlm-gathered-pp2": CASES["adaponderlm-gathered"] | {"pipeline": 2, "micro_batches": 4},
@@ -108,7 +118,7 @@ def test_captured_is_eager(name: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["delayed", "current", "blockwise"])
-@pytest.mark.parametrize("name", ["ponderlm", "adaponderlm", "huginn"])
+@pytest.mark.parametrize("name", ["ponderlm", "adaponderlm", "huginn", "parcae", "ouro"])
 def test_captured_is_eager_in_fp8(name: str, precision: str) -> None:
     pytest.importorskip("transformer_engine")
     _compare(CASES[name], precision)

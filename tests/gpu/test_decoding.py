@@ -13,9 +13,13 @@ from tests.inference.test_batching import METHODS, NEW, prompts
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-@pytest.mark.parametrize("method", ["loop", "adaponderlm", "adaptive_cot", "pruned_ponderlm"])
-def test_captured_steps_write_the_same_text(method: str) -> None:
-    net = models.model("llama", method, method_options=METHODS[method])
+@pytest.mark.parametrize(
+    ("method", "budget"),
+    [("loop", 0), ("adaponderlm", 0), ("adaptive_cot", 0), ("pruned_ponderlm", 0), ("ouro", 0), ("ouro", 2)],
+)
+def test_captured_steps_write_the_same_text(method: str, budget: int) -> None:
+    more = {"kv_budget": budget} if budget else {}
+    net = models.model("llama", method, method_options=METHODS[method] | more)
     want = DepthBatch(net, rows=4, tokens=40).run(prompts(), NEW)
     net = net.cuda()
     for compiled in (False, True):

@@ -185,7 +185,7 @@ CASES = {
         "retrofit",
         {"prelude": 2, "coda": 1, "recurrence": 3, "kept": 1, "draw": "fixed"},
         {"num_layers": 5, "num_kv_heads": 2},
-        stages={2: [3, 2], 3: [2, 1, 2]},
+        stages={2: [3, 2], 3: [2, 1, 2], 4: [2, 1, 1, 1]},
     ),
     "parcae-llama": Case(
         "llama",
@@ -212,6 +212,13 @@ CASES = {
         {"loops": 2, "loss_weights": [0.3], "middle": 2},
         {"num_layers": 4, "num_kv_heads": 2, "head_size": 12},
         stages={3: [1, 2, 1]},
+    ),
+    "nanbeige-shared": Case(
+        "llama",
+        "nanbeige",
+        {"loops": 2, "loss_weights": [0.2], "middle": 2, "share_kv": True},
+        {"num_layers": 4, "num_kv_heads": 2},
+        stages={2: [1, 3], 3: [1, 2, 1]},
     ),
     "detached-llama": Case("llama", "detached"),
     "everything-llama": Case("llama", "sink", {}, {"num_kv_heads": 2}),
@@ -263,6 +270,7 @@ LAYOUTS = {
     "dp2-overlap": Layout(data=2, batch=1, overlap=True, every=False),
     "dp2-distopt-overlap": Layout(data=2, batch=1, distributed_optimizer=True, overlap=True),
     "pp3": Layout(pipeline=3, batch=1, deep=True),
+    "pp4": Layout(pipeline=4, batch=1, deep=True, every=False),
     "tp2-pp2": Layout(tensor=2, pipeline=2, every=False),
     "tp2-sp-pp2-recompute": Layout(
         tensor=2, pipeline=2, sequence=True, recompute="layer", deep=True, every=False, evaluate=True
@@ -280,6 +288,8 @@ REPRESENTATIVES = (
     "adaptive-cot-skip-gqa",
     "qk-norm-gqa",
     "sandwich-gqa",
+    "huginn-llama",
+    "parcae-llama",
     "everything-llama",
     "everything-deep",
 )
@@ -293,7 +303,7 @@ WHOLE = "MEGAPONDER_WHOLE_MATRIX" in os.environ
 def cases_of(layout: Layout) -> list[str]:
     """Cases that run in a layout: those whose layers its pipeline divides.
 
-    Deep cases exist for PP = 3; elsewhere they run where most comes together.  Unless WHOLE,
+    Deep cases exist for PP = 3 and 4; elsewhere they run where most comes together.  Unless WHOLE,
     layouts without `every` run `REPRESENTATIVES` only.
     """
     found = []
@@ -302,7 +312,7 @@ def cases_of(layout: Layout) -> list[str]:
         if not (chosen or WHOLE):
             continue
         layers = case.model.get("num_layers", 2)
-        if (layers == 2 or layout.deep) and (layers % layout.pipeline == 0 or layout.pipeline in case.stages):
+        if (layers == 2 or layout.deep or WHOLE) and (layers % layout.pipeline == 0 or layout.pipeline in case.stages):
             found.append(name)
     return found
 

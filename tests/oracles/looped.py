@@ -96,10 +96,16 @@ def nanbeige(o: Oracle, ids: Tensor, options: dict[str, Any], labels: Tensor | N
     positions, layers, m = torch.arange(len(ids)), o.m.num_layers, options.get("middle", 0)
     begin, end = (layers - m) // 2, (layers + m) // 2
     order = [*range(begin), *list(range(begin, end)) * ((layers + m) // m), *range(end, layers)] if m else range(layers)
+    first: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def shared(name: str, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return first.setdefault(name, (k, v))
+
     x, logits = o.embed(ids, positions), []
     for _ in range(options["loops"]):
+        first.clear()
         for i in order:
-            x = o.stack(x, positions, layers=range(i, i + 1))
+            x = o.stack(x, positions, keys=shared if options.get("share_kv") else None, layers=range(i, i + 1))
         h = o.norm(x, "final_norm")
         logits.append(h @ o.head.T)
         x = h if options.get("norm_between", True) else x

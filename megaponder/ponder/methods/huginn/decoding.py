@@ -11,11 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaponder.decoding.backbone import wide
+from megaponder.decoding.budget import RULES, entry_of
 from megaponder.decoding.method import DecodingMethod
 from megaponder.decoding.noise import token_noise
-from megaponder.decoding.passes import Run, View
+from megaponder.decoding.passes import Run
 
-EXITS = ("change", "cosine", "entropy", "divergence", "likeliest")
+EXITS = ("change", "cosine", "entropy", "divergence", "min_p", "likeliest")
+LIKELY = 0.1
+"""`min_p` tells tokens apart that are at least this likely, compared with the likeliest."""
 
 
 class Exit:
@@ -48,15 +51,22 @@ class Exit:
             self.before = now
             return self._all(self.same >= self.below)
         old, new = self.before, wide(logits).log_softmax(-1)
+        if self.by == "min_p":
+            likely = new >= new.amax(-1, keepdim=True) + math.log(LIKELY)
+            new = new.masked_fill(~likely, -math.log(new.shape[-1])).log_softmax(-1)
         self.before = new
         if old is None:
             return False
-        if self.by == "divergence":
-            return self._all((new.exp() * (new - old)).sum(-1) < self.below)
+        if self.by in ("divergence", "min_p"):
+            return self._all((old.exp() * (old - new)).sum(-1) < self.below)
         return self._all(((new.exp() * new).sum(-1) - (old.exp() * old).sum(-1)).abs() < self.below)
 
     def _all(self, done: Tensor) -> bool:
         return bool(done[self.real].all())
+
+
+DECODING = {"exit_below": 0.0, "exit_by": "change", "kv_budget": 0, "kv_rule": "ring"}
+"""Options of decoding alone, and their defaults."""
 
 
 class Recurrent(DecodingMethod):
@@ -64,8 +74,8 @@ class Recurrent(DecodingMethod):
 
     needs_ids = True  # they seed the noise
     training_only: ClassVar[tuple[str, ...]] = ("draw", "draw_from", "draw_to", "grow_steps", "grow", "kept")
-    arguments = ("passes", "exit_below", "exit_by")
-    as_trained = {"exit_below": 0.0}
+    arguments = ("passes", "exit_below", "exit_by", "kv_budget", "kv_rule")
+    as_trained = {"exit_below": 0.0, "kv_budget": 0}
 
     def using(self, given: dict[str, Any]) -> Recurrent:
         made, passes, below = copy.copy(self), given.get("passes"), given.get("exit_below")
@@ -79,6 +89,14 @@ class Recurrent(DecodingMethod):
             made.options = {**made.options, "exit_by": by}
         if below is not None:
             made.options = {**made.options, "exit_below": float(below)}
+        if (budget := given.get("kv_budget")) is not None:
+            if budget < 0:
+                raise ValueError(f"kv_budget = {budget}: it must be at least 0")
+            made.options = {**made.options, "kv_budget": int(budget)}
+        if (rule := given.get("kv_rule")) is not None:
+            if rule not in RULES:
+                raise ValueError(f"kv_rule = {rule!r}: it must be one of {', '.join(RULES)}")
+            made.options = {**made.options, "kv_rule": rule}
         return made
 
     def entry_modules(self) -> dict[str, nn.Module]:
@@ -105,60 +123,38 @@ class Recurrent(DecodingMethod):
         net, o = model.model, self.options
         layers, r = len(net.layers), o["recurrence"]
         begin, end = o["prelude"], layers - o["coda"]
-        core, coda, views = range(begin, end), range(end, layers), {0: run.view(0)}
-
-        def view(index: int) -> View:
-            return views[index] if index in views else views.setdefault(index, run.view(index))
+        core, coda, ends = range(begin, end), range(end, layers), run.entry(0)  # prelude and coda run once: entry 0
 
         def read() -> Tensor:
-            return net.norm(net.stack(self.between(model, state), r - 1, view(r - 1), part=coda))
+            return net.norm(net.stack(self.between(model, state), 0, ends, part=coda))
 
-        e = self.embedded(model, net.stack(net.embed(net.words(ids), run.positions), 0, view(0), part=range(begin)))
+        e = self.embedded(model, net.stack(net.embed(net.words(ids), run.positions), 0, ends, part=range(begin)))
         std = math.sqrt(2 / (5 * e.shape[-1])) * self.state_scale()
         state = (std * token_noise(ids, run.positions, o["noise_seed"], -1, e.shape[-1])).to(e.dtype)
         leaves, out = Exit(o, run.real), None
         for index in range(r):
-            before, state = state, net.stack(self.mixed(model, state, e), index, view(index), part=core)
+            at = entry_of(index, o["kv_budget"], o["kv_rule"])
+            before, state = state, net.stack(self.mixed(model, state, e), at, run.entry(at, core), part=core)
             if leaves.reads and index < r - 1:
                 out = read()
                 if leaves.of_logits(model.lm_head(out)):
                     break
-                self._forget(run, r - 1, ids.shape[1], coda)
                 out = None
             if leaves.of_state(before, state):
                 break
         run.depth = torch.full_like(ids, index + 1)
-        for left_out in range(index + 1, r):
-            view(left_out)
-            self._repeat(run, index, left_out, ids.shape[1], core)
         return read() if out is None else out
-
-    @staticmethod
-    def _forget(run: Run, index: int, tokens: int, coda: range) -> None:
-        """Drop what the coda stored for the new tokens, since it will read a later state."""
-        if run.cache is not None:
-            for layer in coda:
-                run.cache.layers[index * run.cache.layers_a_pass + layer].change(lambda x: x[:, :, :-tokens])
-
-    @staticmethod
-    def _repeat(run: Run, last: int, index: int, tokens: int, core: range) -> None:
-        """A recurrence that is left out: later tokens see the keys and values of the last one that ran."""
-        if run.cache is not None:
-            for layer in core:
-                stored = run.cache.layers[last * run.cache.layers_a_pass + layer]
-                assert stored.keys is not None and stored.values is not None
-                rows = (stored.keys[:, :, -tokens:], stored.values[:, :, -tokens:])
-                run.cache.update(*rows, index * run.cache.layers_a_pass + layer)
 
 
 class Huginn(Recurrent):
     """A token runs the prelude once, the core `recurrence` times and the coda once. Keys and values of each recurrence
-    are cached by themselves. `passes` is another number of recurrences. With `exit_below` the core stops once a
-    recurrence changes nothing for any new token, by the criterion `exit_by`; in the recurrences that are left out,
-    later tokens see the keys and values of the last one that ran, which is an approximation."""
+    are cached by themselves, or with `kv_budget` those of so many recurrences. `passes` is another number of
+    recurrences. With `exit_below` the core stops once a recurrence changes nothing for any new token, by the criterion
+    `exit_by`; in the recurrences that are left out, later tokens see the keys and values of the last one that ran,
+    which is an approximation."""
 
     name = "huginn"
-    defaults = {"prelude": 2, "coda": 2, "recurrence": 32, "noise_seed": 0, "exit_below": 0.0, "exit_by": "change"}
+    defaults = {"prelude": 2, "coda": 2, "recurrence": 32, "noise_seed": 0, **DECODING}
 
     def state_scale(self) -> float:
         return math.sqrt(self.config.hidden_size)

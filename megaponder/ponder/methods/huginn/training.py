@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from megaponder.config.declare import declare
+from megaponder.decoding.budget import RULES
 from megaponder.errors import ConfigError
 from megaponder.ponder.base import EntryTools, ExitTools, Flow, Method, Pass, Shape, pass_count, register
 from megaponder.ponder.drawn import DrawnOptions
@@ -30,14 +31,36 @@ from megaponder.ponder.halting import at_least
 from .decoding import EXITS
 
 
-def check_exit(by: str) -> None:
-    """ConfigError for an unknown criterion."""
-    if by not in EXITS:
-        raise ConfigError("ponder.options.exit_by", by, f"it must be one of {', '.join(EXITS)}", "use change")
+@dataclass
+class ReadingOptions:
+    """How a core is run in decoding."""
+
+    exit_below: float = 0.0
+    """Decoding stops once `exit_by` is below this for every new token; 0: never."""
+    exit_by: str = "change"
+    """What a recurrence must no longer change: change (the state, by this share; Huginn: 0.03), cosine (one minus that
+    of the states; 1e-3), entropy (of the next token, in nats; 1e-3), divergence (KL between the distributions before
+    and after; 1e-3), min_p (the same, without telling unlikely tokens apart; 1e-5), or likeliest (the likeliest token,
+    over `exit_below` recurrences; 5).  The last four run coda and head after every recurrence."""
+    kv_budget: int = pass_count(0)
+    """Decoding keeps the keys and values of so many recurrences of a token, which later tokens read; 0: of all.  A
+    prompt that runs at once is computed as without, and keeps as many."""
+    kv_rule: str = "ring"
+    """With `kv_budget` recurrences take turns (ring: i mod `kv_budget`, so that the newest stay; Huginn's compress-s),
+    or the first ones keep their own and all others share the last (anchor; compress-anchor)."""
+
+    def check_reading(self) -> None:
+        """ConfigError for values that do not exist."""
+        for name, legal in (("exit_by", EXITS), ("kv_rule", RULES)):
+            if (value := getattr(self, name)) not in legal:
+                rule = f"it must be one of {', '.join(legal)}"
+                raise ConfigError(f"ponder.options.{name}", value, rule, f"use {legal[0]}")
+        for name in ("exit_below", "kv_budget"):
+            at_least(self, name, 0)
 
 
 @dataclass
-class RecurrentOptions(DrawnOptions):
+class RecurrentOptions(ReadingOptions, DrawnOptions):
     """Options of the methods that repeat the middle of the stack."""
 
     draw: str = "lognormal"
@@ -53,19 +76,11 @@ class RecurrentOptions(DrawnOptions):
     """Last recurrences that have gradients."""
     noise_seed: int = 0
     """Of the first state."""
-    exit_below: float = 0.0
-    """Decoding stops once `exit_by` is below this for every new token; 0: never."""
-    exit_by: str = "change"
-    """What a recurrence must no longer change: change (the state, by this share; Huginn: 0.03), cosine (one minus that
-    of the states; 1e-3), entropy (of the next token, in nats; 1e-3), divergence (KL from the distribution before;
-    1e-3), or likeliest (the likeliest token, over `exit_below` recurrences; 5).  The last three run coda and head
-    after every recurrence."""
 
     def __post_init__(self) -> None:
         for name in ("recurrence", "kept"):
             at_least(self, name, 1)
-        at_least(self, "exit_below", 0)
-        check_exit(self.exit_by)
+        self.check_reading()
         self.check_draw(self.recurrence)
 
 

@@ -7,14 +7,14 @@ from typing import Any
 from torch import Tensor
 
 from megaponder.decoding.method import DecodingMethod
-from megaponder.decoding.passes import Run
+from megaponder.decoding.passes import Reading, Run
 
 
 class Nanbeige(DecodingMethod):
-    """Each execution of a layer has keys and values of its own."""
+    """Each execution of a layer has keys and values of its own; with `share_kv`, in each loop the first one alone."""
 
     name = "nanbeige"
-    defaults = {"loops": 2, "norm_between": True, "middle": 0}
+    defaults = {"loops": 2, "norm_between": True, "middle": 0, "share_kv": False}
     training_only = ("loss_weights",)
 
     def hidden(self, model: Any, ids: Tensor, run: Run) -> Tensor:
@@ -22,10 +22,25 @@ class Nanbeige(DecodingMethod):
         layers, m = len(net.layers), o["middle"]
         begin, end, repeats = (layers - m) // 2, (layers + m) // 2, (layers + m) // m if m else 1
         x = net.embed(net.words(ids), run.positions)
+        if o["share_kv"]:
+            return self._shared(net, x, run, begin, end, repeats)
         for index in range(o["loops"] * repeats):
             first, last = index % repeats == 0, index % repeats == repeats - 1
             part = range(0 if first else begin, layers if last else end) if m else None
             x = net.stack(x, index, run.view(index), part=part)
             if last and (o["norm_between"] or index == o["loops"] * repeats - 1):
+                x = net.norm(x)
+        return x
+
+    def _shared(self, net: Any, x: Tensor, run: Run, begin: int, end: int, repeats: int) -> Tensor:
+        """One entry of keys and values for each layer and loop, which the repetitions of the middle read."""
+        loops = self.options["loops"]
+        for loop in range(loops):
+            view, kept = run.entry(loop), [()] * len(net.layers)
+            x = net.stack(x, loop, view, kept, range(end))
+            for _ in range(repeats - 1):
+                x = net.stack(x, loop, Reading(**vars(view)), kept, range(begin, end))
+            x = net.stack(x, loop, view, part=range(end, len(net.layers)))
+            if self.options["norm_between"] or loop == loops - 1:
                 x = net.norm(x)
         return x

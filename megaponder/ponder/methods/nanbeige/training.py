@@ -5,9 +5,11 @@
     loss = (1 - sum_t w_t) CE_T + sum_t w_t CE_t,  t = 1..T-1  (`loss_weights`; none: CE_T)
 
 With `middle` M (LoopSplit) a loop runs the layers before and after the M in the middle once, and those
-(layers + M) / M times, so that it executes twice as many layers as there are.  Published: the forward (Nanbeige4.2's
-modelling file), and the names of the other options, which its released model does not use; what the loss weights mean
-is an assumption.  Not here: keys and values shared by the repetitions, hyper-connections, depth attention.
+(layers + M) / M times, so that it executes twice as many layers as there are.  With `share_kv` these repetitions attend
+to the keys and values of the layer's first execution in the loop, with new queries (in training their own are
+computed, too, and not used).  Published: the forward (Nanbeige4.2's modelling file), and the names of the other
+options, which its released model does not use; what the loss weights mean is an assumption.  Not here:
+hyper-connections, depth attention.
 Source: the files of Nanbeige4.2-3B.
 """
 
@@ -20,7 +22,18 @@ from torch import Tensor
 
 from megaponder.config.declare import declare
 from megaponder.errors import ConfigError
-from megaponder.ponder.base import EntryTools, ExitTools, Flow, Method, Pass, Readout, Shape, pass_count, register
+from megaponder.ponder.base import (
+    CoreAttention,
+    EntryTools,
+    ExitTools,
+    Flow,
+    Method,
+    Pass,
+    Readout,
+    Shape,
+    pass_count,
+    register,
+)
 from megaponder.ponder.halting import at_least
 
 
@@ -41,10 +54,15 @@ class Nanbeige(Method):
         """Weights of the losses of loops 1 .. T - 1, together at most 1; the last loop has the rest."""
         middle: int = pass_count(0)
         """M: layers in the middle that a loop repeats; 0: the loop is the plain stack."""
+        share_kv: bool = False
+        """With `middle`: repetitions in a loop use the keys and values of the layer's first execution."""
 
         def __post_init__(self) -> None:
             at_least(self, "loops", 1)
             at_least(self, "middle", 0)
+            if self.share_kv and not self.middle:
+                rule = "only with middle does a loop repeat layers"
+                raise ConfigError("ponder.options.share_kv", True, rule, "use false, or set middle")
             weights, field = self.loss_weights, "ponder.options.loss_weights"
             if weights and len(weights) != self.loops - 1:
                 rule = f"it must have one number for each of the {self.loops - 1} loops before the last"
@@ -54,7 +72,7 @@ class Nanbeige(Method):
 
     def __init__(self, options: Any, shape: Shape):
         super().__init__(options, shape)
-        self.reads_every_pass = bool(options.loss_weights)
+        self.reads_every_pass, self.keeps_kv = bool(options.loss_weights), options.share_kv
         m, layers = options.middle, shape.num_layers
         if m:
             legal = [n for n in range(1, layers) if layers % n == 0 and (layers - n) % 2 == 0]
@@ -78,6 +96,23 @@ class Nanbeige(Method):
         self, p: Pass, ids_bn: Tensor, feedback: Flow | None, carry: dict[str, Tensor], tools: EntryTools
     ) -> Flow:
         return Flow(tools.embed(ids_bn)) if feedback is None else feedback
+
+    def attend(
+        self,
+        p: Pass,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        riders: Tensor | None,
+        kept: tuple[Tensor, ...],
+        core: CoreAttention,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        if not (self.options.share_kv and self.core and self.core[0] <= core.layer < self.core[1]):
+            return core(q, k, v), ()
+        repetition = p.index % self.repeats
+        if repetition:
+            k, v = kept
+        return core(q, k, v), (k, v) if repetition < self.repeats - 1 else ()
 
     def leave(self, p: Pass, rows: Tensor, riders: Tensor | None, carry: dict[str, Tensor], tools: ExitTools) -> Flow:
         loop, inner = divmod(p.index, self.repeats)

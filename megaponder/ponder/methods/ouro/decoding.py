@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaponder.decoding.backbone import linear
+from megaponder.decoding.budget import entry_of
 from megaponder.decoding.passes import Run
 from megaponder.decoding.steps import State, Stepwise, flag
 
@@ -17,12 +18,13 @@ class Ouro(Stepwise):
     """The stack runs `loops` times, each with keys and values of its own. With `threshold` below 1 a token is read out
     after the first loop at which the sum of its exit distribution reaches the threshold. Its later loops still run,
     since later tokens need their keys and values; with `skips_loops` they do not, and later tokens see the keys and
-    values of its last loop instead."""
+    values of its last loop instead. With `kv_budget` a token keeps the keys and values of its newest loops only: of the
+    last one with 1."""
 
     name = "ouro"
-    defaults = {"loops": 4, "threshold": 1.0, "skips_loops": False}
+    defaults = {"loops": 4, "threshold": 1.0, "skips_loops": False, "kv_budget": 0}
     training_only = ("stage", "entropy_weight", "judges", "gain_scale", "gain_from")
-    as_trained = {"skips_loops": False}
+    as_trained = {"skips_loops": False, "kv_budget": 0}
 
     @property
     def halts(self) -> bool:  # type: ignore[override]
@@ -56,7 +58,8 @@ class Ouro(Stepwise):
         going = torch.ones_like(run.positions, dtype=torch.bool)
         run.depth, out = torch.zeros_like(run.positions), state["x"]
         for index in range(self.deepest()):
-            h = model.model.stack(state["x"], index, run.view(index))
+            at = entry_of(index, self.kv_budget)
+            h = model.model.stack(state["x"], at, run.entry(at))
             go_on = self.leave(model, index, h, state, run.positions)
             out, run.depth = torch.where(going[..., None], state["out"], out), run.depth + going
             going = going & go_on

@@ -57,10 +57,14 @@ class Ouro(Method):
         skips_loops: bool = False
         """With a threshold below 1, decoding leaves out the loops after a token's exit: later tokens then see its last
         keys and values there, which is an approximation."""
+        kv_budget: int = pass_count(0)
+        """Decoding keeps the keys and values of so many loops of a token, the newest, which later tokens read; 0: of
+        all.  A prompt that runs at once is computed as without, and keeps as many."""
 
         def __post_init__(self) -> None:
             at_least(self, "loops", 1)
             at_least(self, "entropy_weight", 0)
+            at_least(self, "kv_budget", 0)
             fraction(self, "threshold")
             if self.stage not in (1, 2):
                 raise ConfigError("ponder.options.stage", self.stage, "it must be 1 or 2", "use 1")

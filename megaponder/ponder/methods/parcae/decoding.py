@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megaponder.decoding.backbone import wide
 
-from ..huginn.decoding import Recurrent
+from ..huginn.decoding import DECODING, Recurrent
 
 EPSILON = 1e-5
 KEPT = math.sqrt(1 / 5)
@@ -47,7 +47,7 @@ class Parcae(Recurrent):
 
     name = "parcae"
     training_only = ("draw_to", "kept")
-    defaults = {"prelude": 2, "coda": 2, "recurrence": 8, "noise_seed": 0, "exit_below": 0.0, "exit_by": "change"}
+    defaults = {"prelude": 2, "coda": 2, "recurrence": 8, "noise_seed": 0, **DECODING}
 
     def entry_modules(self) -> dict[str, nn.Module]:
         return {"injection": Injection(self.config.hidden_size)}

@@ -28,7 +28,7 @@ from megaponder.config.declare import declare
 from megaponder.errors import ConfigError
 from megaponder.ponder.base import EntryTools, ExitTools, Pass, pass_count, register
 from megaponder.ponder.halting import at_least
-from megaponder.ponder.methods.huginn.training import Recurrent, check_exit, sigma
+from megaponder.ponder.methods.huginn.training import ReadingOptions, Recurrent, sigma
 
 from .decoding import Injection
 
@@ -41,7 +41,7 @@ class Parcae(Recurrent):
     summary = "recurrent depth with an injection that cannot diverge, and a depth of its own for every sequence"
 
     @dataclass
-    class Options:
+    class Options(ReadingOptions):
         prelude: int = declare(2, ge=0, le=1000)
         """First layers, which run once."""
         coda: int = declare(2, ge=0, le=1000)
@@ -55,18 +55,11 @@ class Parcae(Recurrent):
         """Last recurrences that have gradients."""
         noise_seed: int = 0
         """Of the first state and of the depths."""
-        exit_below: float = 0.0
-        """Decoding stops once `exit_by` is below this for every new token; 0: never."""
-        exit_by: str = "change"
-        """What a recurrence must no longer change: change (the state, by this share; Huginn: 0.03), cosine (one minus
-        that of the states; 1e-3), entropy (of the next token, in nats; 1e-3), divergence (KL from the distribution
-        before; 1e-3), or likeliest (the likeliest token, over `exit_below` recurrences; 5).  The last three run coda
-        and head after every recurrence."""
 
         def __post_init__(self) -> None:
-            for name, least in (("recurrence", 1), ("kept", 1), ("draw_to", 0), ("exit_below", 0)):
+            for name, least in (("recurrence", 1), ("kept", 1), ("draw_to", 0)):
                 at_least(self, name, least)
-            check_exit(self.exit_by)
+            self.check_reading()
             if 0 < self.draw_to < self.recurrence:
                 rule = f"it must be at least recurrence = {self.recurrence}, the mean of what is drawn, or 0"
                 raise ConfigError("ponder.options.draw_to", self.draw_to, rule, f"use {2 * self.recurrence}")

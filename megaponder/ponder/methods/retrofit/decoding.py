@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from megaponder.ponder.methods.huginn.decoding import Recurrent
+from megaponder.ponder.methods.huginn.decoding import DECODING, Recurrent
 
 
 class Retrofit(Recurrent):
     """As in huginn: the prelude runs once, the core `recurrence` times, the coda once."""
 
     name = "retrofit"
-    defaults = {"prelude": 4, "coda": 4, "recurrence": 4, "noise_seed": 0, "exit_below": 0.0, "exit_by": "change"}
+    defaults = {"prelude": 4, "coda": 4, "recurrence": 4, "noise_seed": 0, **DECODING}
