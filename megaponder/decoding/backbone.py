@@ -145,6 +145,8 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Output [b, r, H]; keys and values of these rows."""
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if view.values is not None:
+            v = view.values(entry, x, v)
         if self.qk_norm == "all":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (y.unflatten(-1, (-1, self.size)).transpose(1, 2) for y in (q, k, v))

@@ -5,6 +5,7 @@ Shapes: b batch, n tokens of this call, r = n * slots rows, t tokens cached befo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 from megaponder.decoding.cache import PonderCache, Rows
+
+Values = Callable[[int, Tensor, Tensor], Tensor]
 
 
 @dataclass
@@ -27,6 +30,8 @@ class View:
     cache: PonderCache | None
     tokens: tuple[Tensor, Tensor] | None
     """The tokens that the rows [1 or s, r] and the keys [1 or s, k] belong to; None: unknown, as in pages."""
+    values: Values | None = field(default=None, kw_only=True)
+    """What the method adds to values."""
 
     def within(self, window: int) -> View:
         """The same view of keys of the last `window` tokens only; 0: of all."""
@@ -97,6 +102,8 @@ class Run:
     """The method's own arguments of this forward (`DecodingMethod.arguments`)."""
     rows: dict[int, Rows] = field(default_factory=dict)
     """By pass: all stored rows, including those of this forward."""
+    values: Values | None = None
+    """What the method makes of the values that a layer projects: (entry, its input [b, r, H], values [b, r, g d])."""
     views: dict[int, View] = field(default_factory=dict)
     """By entry of keys and values (see `entry`)."""
     depth: Tensor | None = None
@@ -126,7 +133,8 @@ class Run:
         """A pass whose rows read the rows of the same pass, themselves and those before."""
         token, rows = self.add(index, slots, alive, weight), self.rows[index]
         positions = self.positions.repeat_interleave(slots, dim=1)
-        return View(positions, self.mask(index, slots), rows.weight, self.cache, (token[None], rows.token[None]))
+        tokens = (token[None], rows.token[None])
+        return View(positions, self.mask(index, slots), rows.weight, self.cache, tokens, values=self.values)
 
     def entry(self, index: int, part: range | None = None) -> View:
         """A pass, of one row for each token, with the keys and values `index` of all layers, or those of a part.

@@ -10,7 +10,7 @@ Shapes: n tokens of the sequence, s of them on this rank, c places on this rank,
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -108,10 +108,19 @@ class Attending:
     """
 
     def __init__(
-        self, core: Any, rows: Rows | None, active: Tensor | None, layer: int, modules: nn.ModuleDict, slots: int
+        self,
+        core: Any,
+        rows: Rows | None,
+        active: Tensor | None,
+        layer: int,
+        modules: nn.ModuleDict,
+        slots: int,
+        ids: Tensor,
+        groups: slice,
+        inputs: Callable[[int], Tensor],
     ):
         self._core, self._rows, self._active, self._slots = core, rows, active, slots
-        self.layer, self.modules = layer, modules
+        self.layer, self.modules, self.ids, self.groups, self.inputs = layer, modules, ids, groups, inputs
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None = None) -> Tensor:
         out: Tensor = self._core(self.scatter(q), k, v, key_bias, self._slots)

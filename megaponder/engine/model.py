@@ -225,7 +225,7 @@ class PonderStage(MegatronModule):
             flow = incoming
         if self.groups.is_last_stage and p.last:
             into_coda = lambda rows: self.method.into_coda(p, rows, state.exit, exit_tools)  # noqa: E731
-        rows, state.kept = self._layers(p, flow, state.kept, into_core, into_coda)
+        rows, state.kept = self._layers(p, flow, batch.ids_bn.t(), state.kept, into_core, into_coda)
         flow = _cut(p, Flow(rows, flow.riders))
         if not self.groups.is_last_stage:
             return flow
@@ -241,12 +241,29 @@ class PonderStage(MegatronModule):
         return nullcontext() if p.grad or (begins and p.index == 0) else torch.no_grad()
 
     def _riders_in_attention(self, riders: Tensor | None) -> Tensor | None:
-        """Riders of the full sequence; each tensor rank's heads contribute to their gradient, which is summed."""
-        if riders is None:
-            return None
+        """Riders of the full sequence."""
+        return None if riders is None else self._in_every_head(riders)
+
+    def _in_every_head(self, x: Tensor) -> Tensor:
+        """Rows of the full sequence; each tensor rank's heads contribute to their gradient, which is summed."""
         if self.config.sequence_parallel:
-            return gather_from_sequence_parallel_region(riders, tensor_parallel_output_grad=True, group=self.groups.tp)
-        return copy_to_tensor_model_parallel_region(riders, group=self.groups.tp)
+            return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=self.groups.tp)
+        return copy_to_tensor_model_parallel_region(x, group=self.groups.tp)
+
+    def _block_inputs(self, layer: Any, x: Tensor, channels: int) -> Tensor:
+        """The first channels of what a layer's attention projects, of all rows: normed, unless no norm stands before.
+
+        Transformer Engine norms inside of the projection, so the few channels are normed once more here.
+        """
+        norm, inside = layer.input_layernorm, layer.self_attention.linear_qkv
+        weight, bias = (getattr(inside, f"layer_norm_{name}", getattr(norm, name, None)) for name in ("weight", "bias"))
+        y = x.float()
+        if weight is not None:
+            y = y - y.mean(-1, keepdim=True) if self.config.normalization == "LayerNorm" else y
+            scale = torch.rsqrt(y.square().mean(-1, keepdim=True) + self.config.layernorm_epsilon)
+            y = y[..., :channels] * scale * weight[:channels].float()
+            y = y if bias is None else y + bias[:channels].float()
+        return self._in_every_head(y[..., :channels].to(x.dtype))
 
     def _rotary(self, p: Pass, rows: int) -> Tensor | None:
         """`fused.turns` [2, rows, 1, 1, d_rot]; all slots of a token share its position."""
@@ -266,7 +283,13 @@ class PonderStage(MegatronModule):
         return None if rows.covers_all else rows
 
     def _layers(
-        self, p: Pass, flow: Flow, kept: Sequence[Kept], into_core: Hook | None, into_coda: Hook | None
+        self,
+        p: Pass,
+        flow: Flow,
+        ids_nb: Tensor,
+        kept: Sequence[Kept],
+        into_core: Hook | None,
+        into_coda: Hook | None,
     ) -> tuple[Tensor, list[Kept]]:
         """This stage's share of the pass's layers; the hooks run before its first layer of the core and of the coda."""
         x, out = flow.rows, []
@@ -306,9 +329,10 @@ class PonderStage(MegatronModule):
             ) -> tuple[Tensor, Kept]:
                 def attend(q: Tensor, k: Tensor, v: Tensor, kept: Kept, core: Any) -> tuple[Tensor, Kept]:
                     own: Any = self.method_layers[str(number)]
-                    return self.method.attend(
-                        p, q, k, v, riders, kept, Attending(core, rows, active, number, own, p.slots)
-                    )
+                    first = self.groups.tp_rank * k.shape[2]
+                    inputs = partial(self._block_inputs, layer, x)
+                    place = (number, own, p.slots, ids_nb, slice(first, first + k.shape[2]), inputs)
+                    return self.method.attend(p, q, k, v, riders, kept, Attending(core, rows, active, *place))
 
                 with precision():  # inside `run`, so that a recomputed layer enters it again
                     return layer(x, rotary, attend, before, reads)

@@ -82,12 +82,13 @@ def own_weights(cfg: RunConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The trained model's weights that a variant of it uses: fewer passes need fewer gates, one pass needs none."""
     method = method_of(cfg)
     with torch.device("meta"):
-        parts = {"entry": method.entry_modules(), "modules": method.exit_modules(), "layers": method.layer_modules(0)}
+        layers = {str(i): nn.ModuleDict(method.layer_modules(i)) for i in range(method.shape.num_layers)}
+        parts: dict[str, Any] = {"entry": method.entry_modules(), "modules": method.exit_modules(), "layers": layers}
         own = {name: set(nn.ModuleDict(modules).state_dict()) for name, modules in parts.items()}
 
     def used(name: str) -> bool:
         part, _, rest = name.removeprefix(PARAMETER_PREFIX).partition(".")
-        return not name.startswith(PARAMETER_PREFIX) or (bool(own[part]) if part == "layers" else rest in own[part])
+        return not name.startswith(PARAMETER_PREFIX) or rest in own[part]
 
     return {name: tensor for name, tensor in state.items() if used(name)}
 

@@ -157,6 +157,17 @@ class CoreAttention(Protocol):
     def modules(self) -> nn.ModuleDict:
         """What `layer_modules` built for this layer."""
 
+    @property
+    def groups(self) -> slice:
+        """The key/value heads of this rank, among those of the model."""
+
+    @property
+    def ids(self) -> Tensor:
+        """Ids of all tokens of each sequence [n, b]."""
+
+    def inputs(self, channels: int) -> Tensor:
+        """The first channels of the rows [rows, b, channels] that the layer's queries, keys and values are made of."""
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None = None) -> Tensor: ...
 
     def merged(
@@ -213,6 +224,10 @@ class Shape:
     family: str
     num_layers: int
     hidden_size: int
+    num_kv_heads: int = 0
+    head_size: int = 0
+    vocab_size: int = 0
+    """Ids of text, 0 while the tokenizer is unknown."""
 
     @property
     def neox_recipe(self) -> bool:

@@ -29,7 +29,9 @@ def method_of(cfg: RunConfig) -> Method:
             f"ponder.method = {cfg.ponder.method!r}: it comes from the plugin {cfg.ponder.plugin}, whose code is run "
             "only if you name it yourself, with --plugin PATH."
         )
-    return build_method(cfg.ponder.method, cfg.ponder.options, Shape(m.family, m.num_layers, m.hidden_size))
+    heads = m.num_kv_heads or 0, m.head_size or 0
+    shape = Shape(m.family, m.num_layers, m.hidden_size, *heads, m.vocab_size or 0)
+    return build_method(cfg.ponder.method, cfg.ponder.options, shape)
 
 
 def use_plugin(ponder: PonderConfig) -> None:

@@ -31,6 +31,7 @@ CASES = [
     ("gpt2", "ponderlm3", {"max_position_embeddings": 16}),
     ("llama", "adaponderlm", {}),
     ("pythia", "adaptive_cot", {}),
+    ("llama", "parcae", {"qk_norm": "rotated"}),
     # few positions, so that few refinements are enough
     ("llama", "ponderlm2", {"max_position_embeddings": 16, "qk_norm": "head", "head_size": 12}),
     ("pythia", "loop", {"norm_placement": "sandwich"}),

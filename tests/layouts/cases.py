@@ -190,9 +190,10 @@ CASES = {
     "parcae-llama": Case(
         "llama",
         "parcae",
-        {"prelude": 1, "coda": 1, "recurrence": 2, "draw_to": 5, "kept": 2},
+        {"prelude": 1, "coda": 1, "recurrence": 2, "draw_to": 5, "kept": 2, "value_embeddings": True},
         {
             "num_layers": 4,
+            "num_kv_heads": 2,
             "tie_embeddings": True,
             "qk_norm": "rotated",
             "rotary_pairs": "adjacent",

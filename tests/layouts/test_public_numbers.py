@@ -134,40 +134,58 @@ def parcae(tensors: dict[str, Tensor], half: float) -> dict[str, Tensor]:
         if part in PARCAE:
             out[PARCAE[part]] = tensor
             continue
-        place, number, rest = part.removesuffix(".weight").split(".", 2)
+        place, number, rest = part.removesuffix(".weight").split(".", 2) if part.count(".") > 2 else (part, "", "")
+        if not rest:
+            out[f"method_layers.{part.split('.')[1]}.value.table"] = tensor
+            continue
         layer = {"prelude": 0, "core_block": 2, "coda": 4}[place] + int(number)
+        if rest == "attn.ve_gate":
+            out[f"method_layers.{layer}.value.gate"] = tensor
+            continue
         out[f"model.layers.{layer}.{BLOCK[rest]}.weight"] = tensor * half if rest == "mlp.proj" else tensor
     return out
 
 
-def test_sequences_of_different_depths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parcae without value embeddings: sequences of 5, 1 and 2 recurrences, of which the last two have gradients.
+@pytest.mark.parametrize("name", ["parcae", "parcae_values"])
+def test_sequences_of_different_depths(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of 5, 1 and 2 recurrences, of which the last two have gradients.
 
-    The numbers are those of a float64 program which equals the public file (2e-15).
+    With value embeddings they are numbers of the public file, else of a float64 program that equals it (2e-15).
     """
-    z = np.load(FOLDER / "parcae.npz")
+    z, values = np.load(FOLDER / f"{name}.npz"), name == "parcae_values"
     meta = json.loads(str(z["meta"]))
-    cfg = config("retrofit", {"n_embd": 32, "n_heads": 4, "n_kv_heads": 4, "norm_eps": 1e-5})
-    model, options = cfg.model, {name: meta[name] for name in ("kept", "recurrence", "draw_to")}
+    sizes = {"n_embd": 64, "n_heads": 2, "n_kv_heads": 2} if values else {"n_embd": 32, "n_heads": 4, "n_kv_heads": 4}
+    cfg = config("retrofit", sizes | {"norm_eps": 1e-5})
+    model, options = cfg.model, {key: meta[key] for key in ("kept", "recurrence", "draw_to")}
     model.qk_norm, model.rotary_pairs, model.activation, model.tie_embeddings = "rotated", "adjacent", "relu2", True
-    cfg.ponder = PonderConfig("parcae", {"prelude": 2, "coda": 1} | options)
-    cfg.train.global_batch = cfg.train.micro_batch = 3
+    if values:
+        model.num_layers, model.vocab_size, model.ffn_size = 6, 64, 96
+    cfg.ponder = PonderConfig("parcae", {"prelude": 2, "coda": 1 + values, "value_embeddings": values} | options)
+    cfg.train.global_batch = cfg.train.micro_batch = len(meta["totals"])
     method = method_of(cfg)
     engine = build_engine(cfg, method, groups.init(cfg))
     weights, grads = ({k[2:]: torch.tensor(z[k]) for k in z.files if k.startswith(p)} for p in ("p/", "g/"))
     reference.load(engine.stage, names.to_stage(parcae(weights, 0.5), cfg.model))
     start = torch.tensor(z["s0"]).transpose(0, 1) / method.state_std()  # type: ignore[attr-defined]
-    monkeypatch.setattr(method_tools.StageEntryTools, "noise", lambda self, seed: start)
     monkeypatch.setattr("megaponder.ponder.methods.parcae.training.poisson", lambda *_: torch.tensor(meta["totals"]))
-    assert worst(engine.logits(torch.tensor(z["ids"])), torch.tensor(z["logits"])) < RTOL
+    ids, logits = torch.tensor(z["ids"]), torch.tensor(z["logits"])
+    monkeypatch.setattr(method_tools.StageEntryTools, "noise", lambda self, seed: start)
+    if not values:
+        assert worst(engine.logits(ids), logits) < RTOL
+    else:  # logits of each sequence at its own depth
+        for i, method.options.recurrence in enumerate(meta["totals"]):
+            assert worst(engine.logits(ids)[i], logits[i]) < RTOL
     labels = torch.tensor(z["labels"])
     engine.zero_grad()
-    batch = MicroBatch(torch.tensor(z["ids"]), labels.clamp(min=0), (labels >= 0).float())
+    batch = MicroBatch(ids, labels.clamp(min=0), (labels >= 0).float())
     assert engine.forward_backward([batch], 0, train=True).loss == pytest.approx(float(z["loss"]), rel=RTOL)
     largest = max(float(g.abs().max()) for g in grads.values())
+    seen = set()
     for key, grad in names.to_stage(parcae(grads, 2.0), cfg.model).items():
         found = dict(engine.stage.named_parameters())[key].main_grad
         assert float((found - grad).abs().max()) < RTOL * largest, key
+        seen.add(key)
+    assert not values or "method_layers.5.value.table" in seen
 
 
 def test_drawn_depths() -> None:

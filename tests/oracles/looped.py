@@ -38,6 +38,16 @@ def parcae(o: Oracle, ids: Tensor, options: dict[str, Any], labels: Tensor | Non
     h, positions, layers = o.table.shape[1], torch.arange(len(ids)), o.m.num_layers
     begin, end, r = options["prelude"], layers - options["coda"], options["recurrence"]
     at = "method_entry.injection."
+    if options.get("value_embeddings"):
+
+        def more(name: str, y: Tensor) -> Tensor | float:
+            own = f"method_layers.{name.split('.')[2]}.value."
+            if f"{own}table" not in o.w:
+                return 0.0
+            gate = 2 * (y[:, :32] @ o.w[f"{own}gate"].T).sigmoid()
+            return gate[..., None] * o.w[f"{own}table"][ids].unflatten(-1, (gate.shape[1], -1))
+
+        o.more_values = more
     e = o.stack(o.embed(ids, positions), positions, layers=range(begin))
     e = e * (e.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * o.w[f"{at}norm"]
     dt = F.softplus(o.w[f"{at}dt_bias"])

@@ -44,6 +44,8 @@ class Oracle:
     def __init__(self, weights: Weights, m: Any, scale: float):
         self.w = {k: v.detach().double().requires_grad_() for k, v in weights.items()}
         self.m, self.scale = m, scale
+        self.more_values: Callable[[str, Tensor], Tensor | float] | None = None
+        """What a method adds to the values [n, g, d] of an attention, by its name and input [n, H]."""
         self.table = self.w["embedding.word_embeddings.weight"][: m.vocab_size]
         self.head = self.table if m.tie_embeddings else self.w["output_layer.weight"][: m.vocab_size]
 
@@ -117,7 +119,8 @@ class Oracle:
         if m.qk_norm == "rotated":  # the engine runs in FP32
             q, k = (y / (y.pow(2).mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt() for y in (q, k))
         k = k.repeat_interleave(per_group, dim=1)
-        v = qkv[:, :, per_group + 1].repeat_interleave(per_group, dim=1)
+        v = qkv[:, :, per_group + 1]
+        v = (v if self.more_values is None else v + self.more_values(name, x)).repeat_interleave(per_group, dim=1)
         if keys is not None:
             k, v = keys(name, k, v)
         logits = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(d)

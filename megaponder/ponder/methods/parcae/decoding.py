@@ -10,10 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaponder.decoding.backbone import wide
+from megaponder.decoding.passes import Run
 
 from ..huginn.decoding import DECODING, Recurrent
 
 EPSILON = 1e-5
+GATED = 32
+"""Channels of a layer's input that its values' gate reads."""
 KEPT = math.sqrt(1 / 5)
 """The share of a state that the injection keeps at first."""
 
@@ -42,18 +45,58 @@ class Injection(nn.Module):
         return (keep * wide(state) + dt * wide(prepared)).to(prepared.dtype)
 
 
+class Values(nn.Module):
+    """What a layer adds to its values: a row of a table for each token, and of each head as much as a gate says."""
+
+    def __init__(self, vocabulary: int, heads: int, size: int):
+        super().__init__()
+        self.size = size
+        self.table = nn.Parameter(torch.randn(vocabulary, heads * size))
+        self.gate = nn.Parameter(torch.zeros(heads, GATED))
+
+    def forward(self, ids: Tensor, inputs: Tensor, heads: slice) -> Tensor:
+        """[..., heads, size] of tokens `ids` [...] and the first channels [..., GATED] of the layer's input."""
+        columns = slice(heads.start * self.size, heads.stop * self.size)
+        rows = F.embedding(ids, self.table[:, columns]).unflatten(-1, (-1, self.size))
+        gate = 2 * torch.sigmoid(F.linear(wide(inputs), wide(self.gate[heads])))
+        out: Tensor = (gate[..., None] * wide(rows)).to(inputs.dtype)
+        return out
+
+
+def has_values(layer: int, layers: int) -> bool:
+    """Every other layer, the last included."""
+    return (layers - 1 - layer) % 2 == 0
+
+
 class Parcae(Recurrent):
     """As in huginn: the prelude runs once, the core `recurrence` times, the coda once."""
 
     name = "parcae"
     training_only = ("draw_to", "kept")
-    defaults = {"prelude": 2, "coda": 2, "recurrence": 8, "noise_seed": 0, **DECODING}
+    defaults = {"prelude": 2, "coda": 2, "recurrence": 8, "noise_seed": 0, "value_embeddings": False, **DECODING}
 
     def entry_modules(self) -> dict[str, nn.Module]:
         return {"injection": Injection(self.config.hidden_size)}
 
     def modules(self) -> dict[str, nn.Module]:
         return {"C": nn.Linear(self.config.hidden_size, self.config.hidden_size, bias=False)}
+
+    def layer_modules(self, layer: int) -> dict[str, nn.Module]:
+        c = self.config
+        if not (self.options["value_embeddings"] and has_values(layer, c.num_hidden_layers)):
+            return {}
+        return {"value": Values(c.vocab_size, c.num_key_value_heads, c.head_size)}
+
+    def hidden(self, model: Any, ids: Tensor, run: Run) -> Tensor:
+        if self.options["value_embeddings"]:
+            heads, layers = slice(0, self.config.num_key_value_heads), self.config.num_hidden_layers
+
+            def add(entry: int, x: Tensor, v: Tensor) -> Tensor:
+                own = model.method_layers[str(entry % layers)]
+                return v + own["value"](ids, x[..., :GATED], heads).flatten(-2) if "value" in own else v
+
+            run.values = add
+        return super().hidden(model, ids, run)
 
     def embedded(self, model: Any, e: Tensor) -> Tensor:
         out: Tensor = model.method_entry["injection"].prepared(e)

@@ -7,11 +7,14 @@ sigma = sqrt(2 / (5 H)); z is normal, cut off at 3.  In training every sequence 
 r = Poisson(`recurrence`), at least 1; the last `kept` have gradients.  Every step runs `draw_to` recurrences, and a
 sequence with fewer starts as many later: until then its rows are computed and thrown away, as published.
 
+With `value_embeddings` the layers L - 1, L - 3, ... (counted without repetition) add 2 sigmoid(G y[:32]) T[ids] to
+their values: y is the layer's normed input, G has a row for each head, and T is a table of the layer's own.
+
 Published: all of the above, where a step runs as many recurrences as its deepest sequence needs.  Here: r is at most
-`draw_to`, and a function of seed, step and the sequence's tokens, so that every layout draws the same.  The published
-blocks have `qk_norm: rotated`, `rotary_pairs: adjacent`, `activation: relu2` (halved: fold 1/2 into the weights) and
-value embeddings, which are not here; B and C are not decayed there, and blocks start orthogonal with zero output
-projections.
+`draw_to`, and a function of seed, step and the sequence's tokens, so that every layout draws the same; G starts at 0
+(T at normal numbers, as published).  The published blocks have value embeddings, `qk_norm: rotated`,
+`rotary_pairs: adjacent` and `activation: relu2` (halved: fold 1/2 into the weights); B and C are not decayed there, and
+blocks start orthogonal with zero output projections.
 Source: arXiv 2604.12946 and its official code.
 """
 
@@ -26,11 +29,11 @@ from torch import Tensor, nn
 
 from megaponder.config.declare import declare
 from megaponder.errors import ConfigError
-from megaponder.ponder.base import EntryTools, ExitTools, Pass, pass_count, register
+from megaponder.ponder.base import CoreAttention, EntryTools, ExitTools, Pass, pass_count, register
 from megaponder.ponder.halting import at_least
 from megaponder.ponder.methods.huginn.training import ReadingOptions, Recurrent, sigma
 
-from .decoding import Injection
+from .decoding import GATED, Injection, Values, has_values
 
 
 @register
@@ -55,6 +58,8 @@ class Parcae(Recurrent):
         """Last recurrences that have gradients."""
         noise_seed: int = 0
         """Of the first state and of the depths."""
+        value_embeddings: bool = False
+        """Every other layer, the last included, adds to its values a row of a table of its own for each token."""
 
         def __post_init__(self) -> None:
             for name, least in (("recurrence", 1), ("kept", 1), ("draw_to", 0)):
@@ -79,6 +84,26 @@ class Parcae(Recurrent):
 
     def entry_modules(self) -> dict[str, nn.Module]:
         return {"injection": Injection(self.shape.hidden_size)}
+
+    def layer_modules(self, layer: int) -> dict[str, nn.Module]:
+        s = self.shape
+        if not (self.options.value_embeddings and has_values(layer, s.num_layers)):
+            return {}
+        return {"value": Values(s.vocab_size, s.num_kv_heads, s.head_size)}
+
+    def attend(
+        self,
+        p: Pass,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        riders: Tensor | None,
+        kept: tuple[Tensor, ...],
+        core: CoreAttention,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        if "value" in core.modules:
+            v = v + core.modules["value"](core.ids, core.inputs(GATED), core.groups)
+        return core(q, k, v), ()
 
     def exit_modules(self) -> dict[str, nn.Module]:
         h = self.shape.hidden_size
@@ -107,7 +132,12 @@ class Parcae(Recurrent):
         return out
 
     def extra_flops(self, p: Pass, vocab_size: int) -> float:
-        return 2.0 * self.shape.hidden_size**2 * ((p.index == 0) + p.last)
+        s, (begin, end) = self.shape, p.layers or (0, self.shape.num_layers)
+        gates = (
+            sum(has_values(layer, s.num_layers) for layer in range(begin, end)) if self.options.value_embeddings else 0
+        )
+        own = 2.0 * s.hidden_size**2 * ((p.index == 0) + p.last)
+        return own + gates * s.num_kv_heads * (2.0 * GATED + 2 * s.head_size)
 
 
 def poisson(mean: float, u: Tensor, most: int) -> Tensor:
