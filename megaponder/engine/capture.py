@@ -11,6 +11,8 @@ DistributedDataParallel have nothing to do, and returns only gradients of the in
             forward and their last backward at once.  Without a pipeline there is one.
     pool    memory for a pass: as many as there are micro-batches between its forward and backward at once, often fewer
             than slots.  The slots of a pool share it in turn, as do the variants of a pass (sizes of a gathered one).
+            Where the depth is drawn and only the last passes of a step have gradients, passes that are never among
+            them together share one, too: memory follows their number, not the largest depth.
 
 A graph reads from static tensors.  An input that is the output of another graph is read in place; all others are
 copied.
@@ -107,6 +109,8 @@ class Captures:
         self._parameters = [p for p in stage.parameters() if p.requires_grad]
         self._graphs: dict[Any, _Graphs] = {}
         self._step = 0
+        self._trained = 1
+        """Passes of a step that have gradients; they follow each other."""
         self._seen: dict[Any, int] = {}
         """The step in which a pass with given shapes first ran."""
         self._numbers: dict[Any, int] = {}
@@ -126,9 +130,10 @@ class Captures:
         """Captured passes so far."""
         return len(self._graphs)
 
-    def begin_step(self) -> None:
-        """A training step starts: passes that ran in earlier steps are warm."""
+    def begin_step(self, passes: Sequence[Pass]) -> None:
+        """A training step with this plan starts: passes that ran in earlier steps are warm."""
         self._step += 1
+        self._trained = max(self._trained, sum(p.grad for p in passes))
 
     def close(self) -> None:
         """Destroy all graphs: since 2.26 NCCL hangs when a group is destroyed while a graph contains its calls."""
@@ -163,7 +168,7 @@ class Captures:
         if self.failure or self._seen.setdefault((shapes, places), self._step) == self._step:
             return self._as_it_is(places, p, batch, incoming, state, step, tokens)
         slot = microbatch % flight.micro_batches
-        pool = (p.index, microbatch % flight.places[p.index])
+        pool = (p.index % self._trained if p.grad else -1 - p.index, microbatch % flight.places[p.index])
         key = (shapes, places, slot, pool, where)
         if key not in self._graphs and not self._captured(key, p, places, leaves, structure):
             return self._as_it_is(places, p, batch, incoming, state, step, tokens)

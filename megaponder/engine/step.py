@@ -140,7 +140,7 @@ class Engine:
         if train and self._arrivals is not None:
             self._arrivals.expect(passes)
         if train and self._runner.captures is not None:
-            self._runner.captures.begin_step()
+            self._runner.captures.begin_step(passes)
         self.own_time.start()
         with torch.set_grad_enabled(train):
             self._schedule(run, forward_only=not train)

@@ -23,6 +23,10 @@ CASES: dict[str, dict[str, Any]] = {
         "family": "llama", "method": "huginn",
         "options": {"prelude": 1, "coda": 1, "recurrence": 4, "kept": 2, "draw": "fixed"},
     },
+    "huginn-drawn": {  # a pass takes the memory that another of an earlier step had
+        "family": "llama", "method": "huginn",
+        "options": {"prelude": 1, "coda": 1, "recurrence": 3, "kept": 2, "draw": "uniform"},
+    },
     "parcae": {  # sequences start in different passes
         "family": "llama", "method": "parcae",
         "options": {"prelude": 1, "coda": 1, "recurrence": 2, "draw_to": 4, "kept": 2},
