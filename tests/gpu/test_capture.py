@@ -29,7 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "parcae": {  # sequences start in different passes
         "family": "llama", "method": "parcae",
-        "options": {"prelude": 1, "coda": 1, "recurrence": 2, "draw_to": 4, "kept": 2},
+        "options": {"prelude": 1, "coda": 1, "recurrence": 2, "draw_to": 4, "kept": 2, "value_embeddings": True},
     },
     "retrofit-drawn": {
         "family": "llama", "method": "retrofit",
@@ -95,6 +95,7 @@ SPREAD: dict[str, dict[str, Any]] = {
     "ponderlm2-drawn-pp2": CASES["ponderlm2-drawn"] | {"pipeline": 2, "micro_batches": 3},
     "huginn-pp2": CASES["huginn"] | {"pipeline": 2, "micro_batches": 4},
     "huginn-tp2": CASES["huginn"] | {"tensor": 2},
+    "parcae-tp2": CASES["parcae"] | {"tensor": 2},
     "parcae-pp2": CASES["parcae"] | {"pipeline": 2, "micro_batches": 4},
     "nanbeige-shared-pp2": CASES["nanbeige-shared"] | {"pipeline": 2, "micro_batches": 4},
     "ouro-pp2": CASES["ouro"] | {"pipeline": 2, "micro_batches": 4},

@@ -19,6 +19,7 @@ CASES = [
     ("llama", "ponderlm3", {"latents": 2}),
     ("pythia", "adaponderlm", {}),
     ("llama", "adaptive_cot", {}),
+    ("llama", "parcae", {"prelude": 1, "coda": 1, "recurrence": 2, "draw_to": 0, "kept": 2, "value_embeddings": True}),
 ]
 WINDOWED = [("pause", {"pauses": 2, "pause_token_id": 900}), ("ponderlm3", {"latents": 2}), ("adaptive_cot", {})]
 FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
