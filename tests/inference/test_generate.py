@@ -205,6 +205,22 @@ def test_batches_by_depth_and_speculation_write_the_same_text(
     assert all(set(text.depths or ()) == {1} for text in capped)
 
 
+def test_cores_stop_and_keep_less(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exits and budgets of keys and values are options of the command, too."""
+    run, data = str(tmp_path / "run"), {"tokenizer": "bytes", "eod_id": 256}
+    checkpoints.make("llama", "huginn", tmp_path / "run", data=data, vocab_size=257)
+    greedy = dict(max_new_tokens=6, temperature=0.0, depths=True)
+    (whole,) = generate(run, ["The quick"], **greedy)
+    (first,) = generate(run, ["The quick"], exit_by="entropy", exit_below=1e9, **greedy)
+    (less,) = generate(run, ["The quick"], kv_budget=1, **greedy)
+    assert set(whole.depths or ()) == set(less.depths or ()) == {3} and set(first.depths or ()) == {2}
+    assert first.text != whole.text != less.text
+    flags = ["--exit-by", "entropy", "--exit-below", "1e9", "--kv-budget", "0", "--depths", "--max-tokens", "6"]
+    capsys.readouterr()
+    assert main(["generate", run, "The quick", *flags]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("(mean 2.00)")
+
+
 @pytest.mark.parametrize(
     ("command", "words"),
     [
@@ -215,6 +231,8 @@ def test_batches_by_depth_and_speculation_write_the_same_text(
         (["--batch", "ok.txt", "--speculate", "2"], "--batch excludes --speculate; leave one out"),
         (["--batch", "ok.txt", "--rows", "0"], "rows = 0: it must be at least 1; use 32"),
         (["x", "--passes", "9"], "passes = 9: it must be 1 to 4, the passes that the model was trained with"),
+        (["x", "--kv-budget", "1"], "kv_budget = 1: method adaponderlm has no such option"),
+        (["x", "--exit-by", "cosine"], "exit_by = 'cosine': this model's method does not take it; leave it out"),
         (["x", "--speculate", "2", "--temperature", "1"], "speculation writes greedy text"),
         (["x", "--speculate", "-1"], "drafted = -1: it must be at least 1; use 4"),
     ],
