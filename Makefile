@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
 OLDEST := $(VENV)/oldest-transformers
 DEMO ?= demo-run
+# What runs with the newest and with the oldest transformers.
+BOTH := tests/export/test_transformers.py tests/export/test_round_trip.py tests/export/test_defaults.py
 # One more than two cores: some tests wait for time-outs.
 JOBS ?= 3
 SCRIPTS := .ci/run docker/install.sh $(wildcard launch/*.sh launch/*.sbatch)
@@ -26,7 +28,7 @@ demo: env ## Train, resume, export and sample a small pondering model on the CPU
 
 test: lint $(OLDEST) ## Lint, then all tests, in three processes (make test JOBS=8 takes more)
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
-	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest --quiet tests/export/test_transformers.py
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest --quiet $(BOTH)
 
 lint: env ## ruff, mypy, codespell, shellcheck, hadolint
 	$(BIN)/ruff check .

@@ -127,6 +127,7 @@ class PonderForCausalLM(PreTrainedModel, GenerationMixin):
             "attention_mask": attention_mask,
             "position_ids": None if position_ids is None else position_ids[:, -new:],
             "output_hidden_states": output_hidden_states,
+            "output_attentions": kwargs.get("output_attentions"),
             "use_cache": use_cache,
             "logits_to_keep": logits_to_keep,
             **self.ponder.in_generation(),
@@ -149,6 +150,7 @@ class PonderForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
         return_dict: bool | None = None,
         output_depths: bool = False,
         **kwargs: Any,
@@ -170,6 +172,8 @@ class PonderForCausalLM(PreTrainedModel, GenerationMixin):
         ponder = self.ponder.using(given)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
+        if output_attentions or (output_attentions is None and getattr(self.config, "output_attentions", False)):
+            raise ValueError("output_attentions: attention never writes its weights down here; leave it out")
         if inputs_embeds is not None and self.ponder.needs_ids:
             raise ValueError(f"inputs_embeds: method {self.config.method} reads the ids themselves; give input_ids")
         tokens = input_ids if inputs_embeds is None else inputs_embeds

@@ -164,7 +164,7 @@ MORE: dict[str, tuple[Any, Any]] = {
     "opt_without_affine": (OPTForCausalLM, lambda: OPTConfig(**OPT, layer_norm_elementwise_affine=False)),
 }
 """Tested with MEGAPONDER_WHOLE_MATRIX=1."""
-for moved in ("neox_tied", "llama_wide_heads", "qwen3_tied"):
+for moved in ("neox", "neox_tied", "llama_tied", "llama_wide_heads", "qwen3_tied", "gpt2"):
     MORE[moved] = CASES.pop(moved)
 
 

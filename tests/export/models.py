@@ -34,6 +34,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "adaponderlm": {"steps": 3, "threshold": 0.5, "topk": 9, "gate_width": 2},
     "adaptive_cot": {"steps": 3, "threshold": 0.3},
 }
+RELATED: dict[str, dict[str, Any]] = {
+    "retrofit": {"prelude": 1, "coda": 0, "recurrence": 3, "kept": 1, "draw": "fixed", "noise_seed": 5},
+    "pruned_ponderlm": {"steps": 3, "depth": 2.4},
+    "confident_ponderlm": {"steps": 2, "threshold": 0.06, "topk": 7},
+}
+"""Methods that share their parts with one of the others."""
+EVERY = (*METHODS, *RELATED)
 PASSES = {
     "loop": 3,
     "huginn": 3,
@@ -68,7 +75,7 @@ def config(family: str, method: str, **changes: Any) -> MegaponderConfig:
     fields = dict(
         family=family,
         method=method.removesuffix("_top"),
-        method_options=METHODS.get(method, {}),
+        method_options=(METHODS | RELATED).get(method, {}),
         vocab_size=VOCAB,
         hidden_size=32,
         num_hidden_layers=2,

@@ -105,6 +105,12 @@ SCALINGS: list[dict[str, Any]] = [
 ]
 
 
+def scalings(kind: str) -> list[dict[str, Any]]:
+    """Those that this release's configuration takes: OLMo2's of 4.51 wants a type and a factor under older names."""
+    old = not hasattr(transformers.LlamaConfig(), "rope_parameters")
+    return [{}] if old and kind == "olmo2" else SCALINGS
+
+
 def odd(kind: str, seed: int) -> Any:
     """A configuration with a legal value of every field that the format takes, drawn by the seed."""
     draw, form = random.Random(f"{kind} {seed}"), FORMATS[kind]
@@ -129,7 +135,7 @@ def odd(kind: str, seed: int) -> Any:
         fields[theirs] = draw.choice([*names.values()])
     if form.rotary:
         fraction = {} if "rotary_pct" not in form.taken else {"partial_rotary_factor": draw.choice([4, size]) / size}
-        fields |= hf_models.rope(draw.choice([1e3, 5e5]), **fraction, **draw.choice(SCALINGS))
+        fields |= hf_models.rope(draw.choice([1e3, 5e5]), **fraction, **draw.choice(scalings(kind)))
     if form.window:
         fields["sliding_window"] = window = draw.choice([None, 5])
         if form.window == "switched" and window:

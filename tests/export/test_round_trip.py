@@ -17,10 +17,13 @@ from megaponder.checkpoint.weights import load_weights
 from megaponder.export.formats import FORMATS
 from megaponder.export.from_hf import import_hf
 from megaponder.export.hf_fields import model_config
+from megaponder.export.requirements import TESTED
 from megaponder.export.to_hf import export
 from tests.export import hf_models
 from tests.layouts.cases import WHOLE
 from tests.tolerance import PARITY
+
+ROOT = Path(__file__).parents[2]
 
 
 def same_logits(a: torch.nn.Module, b: torch.nn.Module, vocab: int) -> None:
@@ -82,12 +85,37 @@ def test_sharded_folder_comes_in_and_goes_out(tmp_path: Path) -> None:
 
 
 def test_the_page_names_every_format_and_every_case() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "families.md").read_text()
+    """With the release that runs this, every family goes in and out: here, and by its default configuration."""
+    page = (ROOT / "docs" / "families.md").read_text()
+    head = next(row.split("|") for row in page.splitlines() if row.startswith("| model_type"))
     rows = [row.split("|") for row in page.splitlines() if row.startswith("| `")]
     assert [row[1].strip(" `") for row in rows] == [*FORMATS]
     assert [row[2].strip(" `") for row in rows] == [form.family for form in FORMATS.values()]
-    named = {name for row in rows for name in re.findall(r"`(\w+)`", row[5])}
-    assert named == {*hf_models.CASES, *hf_models.MORE}
+    cases = hf_models.CASES | hf_models.MORE
+    for row in rows:
+        named = re.findall(r"`(\w+)`", row[5])
+        assert {cases[name][1]().model_type for name in named} == {row[1].strip(" `")}
+        assert set(named) & hf_models.CASES.keys(), "none of its cases runs with both releases"
+        cases = {name: case for name, case in cases.items() if name not in named}
+    assert not cases
+    releases = [name.strip() for name in head[6:-1]]
+    assert len(releases) == len(TESTED) and all(
+        f"{name}.".startswith(f"{tested}.") for name, tested in zip(releases, TESTED, strict=True)
+    )
+    here = ".".join(transformers.__version__.split(".")[:2])
+    column = head.index(next(cell for cell in head[6:-1] if f"{cell.strip()}.".startswith(f"{here}.")))
+    assert {row[column].strip() for row in rows} == {"in, out"}
+
+
+def test_both_releases_run_these_tests() -> None:
+    """`make test` runs them a second time, with the release that the page names first."""
+    makefile = (ROOT / "Makefile").read_text()
+    page = (ROOT / "docs" / "families.md").read_text()
+    both = re.search(r"^BOTH := (.+)$", makefile, re.MULTILINE)
+    assert both and {"tests/export/test_round_trip.py", "tests/export/test_defaults.py"} <= set(both[1].split())
+    assert re.search(r"^\tPYTHONPATH=\$\(OLDEST\) .*pytest .*\$\(BOTH\)$", makefile, re.MULTILINE)
+    oldest = re.search(r"transformers==([\d.]+)", makefile)
+    assert oldest and f"| {oldest[1]} |" in page
 
 
 @pytest.mark.parametrize("kind", FORMATS)

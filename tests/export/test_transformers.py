@@ -22,9 +22,11 @@ from megaponder.errors import UserError
 from megaponder.export.from_hf import import_hf
 from megaponder.export.requirements import TESTED
 from megaponder.export.to_hf import export
+from megaponder.ponder import registry
 from tests.export import checkpoints
-from tests.export.models import LATENT, METHODS, VOCAB, ids, model
+from tests.export.models import EVERY, LATENT, VOCAB, ids, model
 from tests.export.test_decoding import close
+from tests.layouts.cases import WHOLE
 from tests.tolerance import PARITY
 
 GREEDY: dict[str, Any] = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -53,7 +55,7 @@ def test_a_folder_in_this_release(family: str, method: str, tmp_path: Path) -> N
     assert import_hf(folder, tmp_path / "back").max_difference < PARITY
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EVERY)
 def test_speculation_changes_no_text(method: str) -> None:
     """Prompt lookup and an assistant that guesses: their cache is cropped where a guess was wrong; and a prompt that
     is read in chunks."""
@@ -67,7 +69,7 @@ def test_speculation_changes_no_text(method: str) -> None:
     assert torch.equal(net.generate(tokens, assistant_model=assistant, **how), text)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EVERY)
 def test_embeddings_in_place_of_ids(method: str) -> None:
     net, tokens = model("pythia", method), ids(2, 5)
     words = net.get_input_embeddings()(tokens)
@@ -83,7 +85,7 @@ def test_embeddings_in_place_of_ids(method: str) -> None:
         assert torch.equal(got[:, -3:], want)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EVERY)
 @torch.no_grad()
 def test_hidden_states(method: str) -> None:
     net, tokens = model("llama", method), ids(2, 5)
@@ -107,7 +109,7 @@ def test_hidden_states_of_a_plain_model_are_those_of_transformers(tmp_path: Path
         close(ours, theirs)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EVERY)
 def test_gradient_checkpointing_both_ways(method: str) -> None:
     grads = []
     for settings in (None, {"use_reentrant": False}, {"use_reentrant": True}):
@@ -123,7 +125,7 @@ def test_gradient_checkpointing_both_ways(method: str) -> None:
                 close(other[name], grad)
 
 
-@pytest.mark.parametrize("method", ("ponderlm", "adaponderlm", "adaptive_cot", "ouro"))
+@pytest.mark.parametrize("method", EVERY if WHOLE else ("ponderlm", "adaponderlm", "adaptive_cot", "ouro"))
 @torch.no_grad()
 def test_compiled(method: str) -> None:
     """Traced by dynamo; the code that it makes is run by PyTorch's own operations."""
@@ -140,6 +142,17 @@ def test_refusals() -> None:
         net.generate(ids(1, 3), max_new_tokens=2, cache_implementation="static")
     with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
         net()
+    for asked in (lambda: net(ids(1, 3), output_attentions=True), lambda: net.generate(ids(1, 3), **WEIGHTS)):
+        with pytest.raises(ValueError, match="output_attentions: attention never writes its weights down"):
+            asked()
+
+
+WEIGHTS: dict[str, Any] = dict(max_new_tokens=2, output_attentions=True, return_dict_in_generate=True)
+
+
+def test_the_methods_are_all() -> None:
+    shipped = {name for name, form in registry.methods().items() if form.__module__.startswith("megaponder.")}
+    assert shipped == {*EVERY} - {"ponderlm_top"}
 
 
 def test_more_tokens_than_positions(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,18 +166,41 @@ def test_more_tokens_than_positions(caplog: pytest.LogCaptureFixture, monkeypatc
         model("gpt2", "loop", max_position_embeddings=8)(ids(1, 9))
 
 
-@pytest.mark.skipif(not hasattr(GenerationMixin, "generate_batch"), reason="this release has no generate_batch")
-@pytest.mark.parametrize("family,method", [("llama", "loop"), ("gpt2", "ponderlm_top"), ("pythia", "adaponderlm")])
+IN_PAGES = [
+    ("llama", "vanilla"),
+    ("llama", "loop"),
+    ("gpt2", "ponderlm_top"),
+    ("gpt2", "nanbeige"),
+    ("pythia", "ouro"),
+]
+WITH_BATCH = pytest.mark.skipif(not hasattr(GenerationMixin, "generate_batch"), reason="it came with transformers 4.54")
+
+
+@WITH_BATCH
+@pytest.mark.parametrize("method", EVERY)
+def test_what_continuous_batching_takes(method: str) -> None:
+    """The methods of the test below; the others are refused, and the page says which are which."""
+    net = model("llama", method)
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    rows = [[cell.strip() for cell in row.split("|")] for row in page.splitlines() if row.startswith("| ")]
+    said = next((row[3] for row in rows if f"`{method.removesuffix('_top')}`" in row[1] and len(row) > 8), "no")
+    taken = method in {"ponderlm", *(name for _, name in IN_PAGES)}
+    assert said == ("native" if method == "vanilla" else "yes" if taken else "no")
+    if taken:
+        assert net.ponder.kv_passes()
+        return
+    with pytest.raises(ValueError, match=f"generate_batch: method {method} does not have exactly one row"):
+        net.generate_batch([ids(1, 3)[0].tolist()], generation_config=GenerationConfig(max_new_tokens=2))
+
+
+@WITH_BATCH
+@pytest.mark.parametrize("family,method", IN_PAGES)
 def test_continuous_batching(family: str, method: str) -> None:
     """Prompts of different lengths in one row, with keys and values in pages: the text of each alone."""
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     net, prompts = model(family, method), [ids(1, n, seed=n) for n in (3, 19, 5)]
     settings = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    if method == "adaponderlm":
-        with pytest.raises(ValueError, match="method adaponderlm does not have exactly one row for each token"):
-            net.generate_batch([prompts[0][0].tolist()], generation_config=settings)
-        return
     small = ContinuousBatchingConfig(page_size=8, num_blocks=32, max_batch_tokens=16)  # the longest prompt in two parts
     done = net.generate_batch(
         [prompt[0].tolist() for prompt in prompts],

@@ -17,10 +17,18 @@ class Nanbeige(DecodingMethod):
     defaults = {"loops": 2, "norm_between": True, "middle": 0, "share_kv": False}
     training_only = ("loss_weights",)
 
+    def kv_passes(self) -> int:
+        return self.options["loops"] * self._repeats()
+
+    def _repeats(self) -> int:
+        """Passes of a loop: the middle layers may run more than once."""
+        m = self.options["middle"]
+        return (self.config.num_hidden_layers + m) // m if m else 1
+
     def hidden(self, model: Any, ids: Tensor, run: Run) -> Tensor:
         net, o = model.model, self.options
-        layers, m = len(net.layers), o["middle"]
-        begin, end, repeats = (layers - m) // 2, (layers + m) // 2, (layers + m) // m if m else 1
+        layers, m, repeats = len(net.layers), o["middle"], self._repeats()
+        begin, end = (layers - m) // 2, (layers + m) // 2
         x = net.embed(net.words(ids), run.positions)
         if o["share_kv"]:
             return self._shared(net, x, run, begin, end, repeats)
