@@ -17,8 +17,6 @@ from megaponder.export.requirements import require_transformers
 from megaponder.export.save import save_weights
 from megaponder.ponder.settings import table_rows
 
-DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
-
 
 @dataclass(frozen=True)
 class Imported:

@@ -26,6 +26,8 @@ class Kept:
     """Fields that mean the same in every format, where its config.json has them."""
     generation: dict[str, Any]
     """generation_config.json."""
+    dtype: str
+    """That of its weights, as its config.json says."""
 
 
 def keep(hf: dict[str, Any], source: Path, run: Path) -> None:
@@ -39,11 +41,12 @@ def of(run: Path, step: int) -> Kept | None:
     """What was kept, if the checkpoint of this step is the import itself."""
     if step or not (run / CONFIG).is_file():
         return None
-    config = {name: value for name, value in read_json(run, CONFIG).items() if name in _SAME and _plain(value)}
+    fields = read_json(run, CONFIG)
+    config = {name: value for name, value in fields.items() if name in _SAME and _plain(value)}
     there = (run / GENERATION).is_file()
     # words name what transformers would fetch or run, so only numbers come along
     generation = {n: v for n, v in read_json(run, GENERATION).items() if _plain(v)} if there else {}
-    return Kept(config, generation)
+    return Kept(config, generation, str(fields.get("dtype", fields.get("torch_dtype"))))
 
 
 def _plain(value: Any) -> bool:

@@ -106,7 +106,8 @@ def export(
 
     Vanilla models become GPT-NeoX, Llama or GPT-2 folders that load without remote code if these classes can represent
     them; everything else contains its modelling code.  `dtype` (float32, bfloat16, float16) defaults to
-    the stored one; `tokenizer_path` to data.tokenizer; `target` (see `targets`) asks for a form that engines without
+    the stored one, or for an untrained import to that of its folder; `tokenizer_path` to data.tokenizer; `target` (see
+    `targets`) asks for a form that engines without
     remote code run; `chat_template` (a Jinja file) replaces the tokenizer's own, and `licence` goes into the model
     card.  The folder is loaded again and its logits, with and without
     cache, are compared with the checkpoint's own forward (FP32, one process) before it is published.  If
@@ -124,6 +125,8 @@ def export(
     cfg = replace(cfg, run=str(run))  # it may have been moved
     before = kept.of(run, at.step) if tokenizer_path in (None, tokenizer.NONE) else None
     compose.decoding_class(cfg.ponder.method)  # raises its error first
+    if dtype is None and before is not None and _exact(state, before.dtype):
+        dtype = before.dtype
     dtype = dtype or str(state["embedding.word_embeddings.weight"].dtype).removeprefix("torch.")
     refitted = None if refit is None else refit(cfg, state, dtype_of(dtype))
     kind, reason = configs.native_format(cfg)
@@ -172,6 +175,12 @@ def dtype_of(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise UserError(f"dtype = {name!r}: it must be one of {', '.join(DTYPES)}.")
     return DTYPES[name]
+
+
+def _exact(state: dict[str, Tensor], dtype: str) -> bool:
+    """Whether the tensors are those of this dtype to the bit: an import stores them in FP32."""
+    kind = DTYPES.get(dtype)
+    return kind is not None and all(tensor.to(kind).to(tensor.dtype).equal(tensor) for tensor in state.values())
 
 
 def cast(state: dict[str, Tensor], dtype: str) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Sequence
@@ -11,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from megaponder.checkpoint.weights import load_weights
 from megaponder.export.formats import FORMATS
 from megaponder.export.from_hf import import_hf
 from megaponder.export.hf_fields import model_config
+from megaponder.export.load import load_folder
 from megaponder.export.requirements import TESTED
 from megaponder.export.to_hf import export
 from tests.export import hf_models
@@ -73,15 +76,22 @@ def round_trip(theirs: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "back" / "modeling_megaponder.py").exists()
 
 
-def test_sharded_folder_comes_in_and_goes_out(tmp_path: Path) -> None:
-    theirs = hf_models.write("llama_gqa", tmp_path / "hf", max_shard_size="20KB")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sharded_folder_comes_in_and_goes_out(dtype: torch.dtype, tmp_path: Path) -> None:
+    theirs = hf_models.write("llama_gqa", tmp_path / "whole")
+    for parameter in theirs.parameters():
+        parameter.data = parameter.to(dtype).float()  # the import computes in FP32, with rounded weights
+    copy.deepcopy(theirs).to(dtype).save_pretrained(tmp_path / "hf", max_shard_size="20KB")
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
-    import_hf(tmp_path / "hf", tmp_path / "run")
+    assert import_hf(tmp_path / "hf", tmp_path / "run").max_difference < PARITY
     export(tmp_path / "run", tmp_path / "back", shard_bytes=20_000)
     files = sorted(p.name for p in (tmp_path / "back").glob("*.safetensors"))
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
     assert len(files) > 2 and sorted(set(index["weight_map"].values())) == files
-    same_logits(theirs, AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval(), 77)
+    back = {name: tensor for file in files for name, tensor in load_file(tmp_path / "back" / file).items()}
+    for name, tensor in theirs.state_dict().items():
+        assert back[name].dtype == dtype and torch.equal(back[name].float(), tensor), name
+    same_logits(theirs, load_folder(tmp_path / "back"), 77)
 
 
 def test_the_page_names_every_format_and_every_case() -> None:
