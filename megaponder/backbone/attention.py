@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megaponder.backbone.documents import Documents
 from megaponder.backbone.merged_attention import fused_is_possible, merged_causal
 
 
@@ -64,7 +65,8 @@ def widen_key(k: Tensor, v: Tensor, key_bias: Tensor, scale: float) -> tuple[Ten
 class SdpaCore(nn.Module):
     """Causal softmax attention by PyTorch's fused kernels, within the config's window of tokens if it has one.
 
-    `key_bias` [k rows, b] is added to the logits of its key; a token has `slots` rows.
+    `key_bias` [k rows, b] is added to the logits of its key; a token has `slots` rows; with `documents` it sees its own
+    document only.
     """
 
     def __init__(self, config: Any = None, *_: Any, softmax_scale: float | None = None, **__: Any):
@@ -72,11 +74,19 @@ class SdpaCore(nn.Module):
         self.scale = softmax_scale
         self.window = config.window_size[0] + 1 if config is not None and config.window_size else 0
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None = None, slots: int = 1) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_bias: Tensor | None = None,
+        slots: int = 1,
+        documents: Documents | None = None,
+    ) -> Tensor:
         if key_bias is not None:
             d, scale = q.shape[-1], self.scale or q.shape[-1] ** -0.5
-            return self._attend(widen_query(q), *widen_key(k, v, key_bias, scale), scale, slots)[..., :d]
-        return self._attend(q, k, v, self.scale, slots)
+            return self._attend(widen_query(q), *widen_key(k, v, key_bias, scale), scale, slots, documents)[..., :d]
+        return self._attend(q, k, v, self.scale, slots, documents)
 
     def merged(
         self,
@@ -84,6 +94,7 @@ class SdpaCore(nn.Module):
         keys: Sequence[Tensor],
         values: Sequence[Tensor],
         alive: Sequence[Tensor | None],
+        documents: Documents | None = None,
     ) -> Tensor:
         """One softmax over several sets of keys of n rows each, causal in tokens within every set.
 
@@ -92,10 +103,11 @@ class SdpaCore(nn.Module):
         """
         n = keys[0].shape[0]
         window = self.window if n > self.window else 0
-        if fused_is_possible(q) and not window:  # the kernels that return log-sums know no window
+        if fused_is_possible(q) and not window and documents is None:  # no kernel that returns log-sums knows them
             return self._merged(q, keys, values, alive)
         exists = [torch.ones(n, q.shape[1], dtype=torch.bool, device=q.device) if a is None else a for a in alive]
-        mask = _causal(n, n, q.device, window).repeat(1, len(keys))[None] & torch.cat(exists).t()[:, None]
+        seen = _causal(n, n, q.device, window)[None] if documents is None else documents.visible(window=window)
+        mask = seen.repeat(1, 1, len(keys)) & torch.cat(exists).t()[:, None]
         mask = mask | ~mask.any(-1, keepdim=True)
         k, v = (self._all_heads(q, torch.cat(list(x))) for x in (keys, values))
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
@@ -122,12 +134,17 @@ class SdpaCore(nn.Module):
         repeat = q.shape[2] // x.shape[2]
         return x if repeat == 1 else x.repeat_interleave(repeat, dim=2)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, slots: int) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, slots: int, documents: Documents | None
+    ) -> Tensor:
         rows_q, rows_k = q.shape[0], k.shape[0]
         window = self.window if rows_k > self.window * slots else 0
         k, v = self._all_heads(q, k), self._all_heads(q, v)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [s, b, h, d] -> [b, h, s, d]
-        if rows_q == rows_k and not window:
+        if documents is not None:
+            mask = documents.visible(slots, window)[:, None]
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        elif rows_q == rows_k and not window:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
         else:
             mask = _causal(rows_q, rows_k, q.device, window, slots)

@@ -41,9 +41,11 @@ class Embedding(MegatronModule):
             self.position_embeddings = nn.Embedding(positions, config.hidden_size, dtype=config.params_dtype)
             self.position_embeddings.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, ids_bs: Tensor, slots: int = 1, factor: float = 1.0) -> Tensor:
+    def forward(
+        self, ids_bs: Tensor, slots: int = 1, factor: float = 1.0, positions_bn: Tensor | None = None
+    ) -> Tensor:
         """Embeddings of ids [b, n*slots]; all slots of a token share its position; `factor` does not apply to
-        positions."""
+        positions.  `positions_bn`: those of each sequence's tokens; None: 0 .. n-1."""
         words = self.word_embeddings(ids_bs)
         if not self.config.sequence_parallel:
             # contiguous rows: additions keep a transposed layout, and every norm and GEMM would copy its input
@@ -55,6 +57,8 @@ class Embedding(MegatronModule):
         rows = words.shape[0]
         first = self.tp_group.rank() * rows if self.config.sequence_parallel else 0
         positions = torch.arange(first, first + rows, device=ids_bs.device) // slots
+        if positions_bn is not None:
+            return words + self.position_embeddings(positions_bn.t()[positions])
         return words + self.position_embeddings(positions)[:, None]
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from megaponder.backbone.attention import SdpaCore
 from megaponder.backbone.config import use_te, uses_graphs, why_no_graphs
+from megaponder.backbone.documents import Documents
 from megaponder.backbone.norms import local_norm
 from megaponder.config.schema import RunConfig
 
@@ -30,6 +32,16 @@ class Parts:
     """A norm and `column` in one; None: they are separate."""
 
 
+def _packed(edges: Tensor, rows: int) -> PackedSeqParams:
+    """Documents of sequences of `rows` rows, joined; those of no rows at the end are places that are not needed.
+
+    The longest document is not looked up: the host would wait for it, and a captured pass must not depend on it.
+    """
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=edges, cu_seqlens_kv=edges, max_seqlen_q=rows, max_seqlen_kv=rows
+    )
+
+
 def _te_parts() -> Parts:
     from megatron.core.extensions.transformer_engine import (
         TEColumnParallelLinear,
@@ -40,8 +52,8 @@ def _te_parts() -> Parts:
     )
 
     class TeCore(TEDotProductAttention):
-        """Transformer Engine's fused attention; calls without a kernel go to PyTorch's: a key bias, or a window of
-        tokens that have several rows each."""
+        """Transformer Engine's fused attention; calls without a kernel go to PyTorch's: a key bias, a window of tokens
+        that have several rows each, or documents with a window or where kernels must be deterministic."""
 
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs)
@@ -50,9 +62,25 @@ def _te_parts() -> Parts:
                 # no dropout, so no fork of the random state, which a CUDA graph could not capture
                 kernel.attention_dropout_ctx = nullcontext
 
-        def forward(self, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None = None, slots: int = 1) -> Tensor:
+        def forward(
+            self,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            key_bias: Tensor | None = None,
+            slots: int = 1,
+            documents: Documents | None = None,
+        ) -> Tensor:
             if key_bias is not None or q.shape[0] != k.shape[0] or (self._sdpa.window and slots > 1):
-                return self._sdpa(q, k, v, key_bias, slots)
+                return self._sdpa(q, k, v, key_bias, slots, documents)
+            if documents is not None:
+                if self._sdpa.window or self.config.deterministic_mode:
+                    return self._sdpa(q, k, v, None, slots, documents)
+                rows, b, heads = q.shape[:3]
+                joined = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
+                packed = _packed(documents.edges(slots), rows)
+                out = super().forward(*joined, None, AttnMaskType.causal, packed_seq_params=packed)
+                return out.view(b, rows, heads, -1).transpose(0, 1)
             out = super().forward(q, k, v, None, AttnMaskType.causal)
             return out.view(*q.shape[:2], q.shape[2], -1)
 

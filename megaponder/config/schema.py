@@ -46,6 +46,13 @@ class DataConfig:
     loss_mask: Literal["plain", "ignore_eod_target", "megatron_eod"] = declare("ignore_eod_target", resume="warned")
     """Targets in the loss: all; all except EOD (the papers' rule); all except those whose input is EOD (Megatron's
     rule)."""
+    document_attention: bool = declare(
+        False, resume="warned", aliases=("reset_attention_mask", "reset_position_ids", "document_mask")
+    )
+    """A token attends to its own document only, whose positions begin at 0; false: to all before it in its sample."""
+    document_tokens: float | None = declare(None, ge=1, unit="tokens", compared=False)
+    """With document_attention, for counts of FLOPs: the length of a token's document within its sample, mean over
+    tokens; default: that of the datasets of train, and where they are not there the whole sample."""
     eod_id: int | None = declare(None, resume="warned")
     """End-of-document id; taken from the dataset's JSON when absent."""
     tokenizer: str | None = declare(None, compared=False)

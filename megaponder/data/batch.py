@@ -23,6 +23,21 @@ class MicroBatch:
     """int64 [b, n]: labels[:, i] is the token that follows ids[:, i]."""
     loss_mask_bn: Tensor
     """float32 [b, n]: 1 where the label counts in the loss, else 0."""
+    starts_bn: Tensor | None = None
+    """int64 [b, n]: the first token of each token's document, counted in its sequence; None: tokens attend to all
+    before them, whatever document they belong to."""
+    edges: Tensor | None = None
+    """int32 [E + 1]: where the documents of all sequences, joined, begin, and the end; with `starts_bn`.  The end is
+    repeated until E is a power of two, so that few shapes occur."""
+
+
+def tensors_of(batch: MicroBatch) -> tuple[Tensor | None, ...]:
+    """Its fields, in their order."""
+    return batch.ids_bn, batch.labels_bn, batch.loss_mask_bn, batch.starts_bn, batch.edges
+
+
+FEWEST_EDGES = 16
+"""Documents of a micro-batch for which `MicroBatch.edges` has room at least."""
 
 
 def loss_mask(name: str, ids: np.ndarray, labels: np.ndarray, eod_id: int | None) -> np.ndarray:
@@ -40,11 +55,32 @@ def loss_mask(name: str, ids: np.ndarray, labels: np.ndarray, eod_id: int | None
     return ((labels if name == "ignore_eod_target" else ids) != eod_id).astype(np.float32)
 
 
-def make_micro_batch(text: np.ndarray, mask: str, eod_id: int | None) -> MicroBatch:
+def document_starts(ids: np.ndarray, eod_id: int) -> np.ndarray:
+    """The first token of each token's document, counted in its sequence: int64 of the shape of `ids` [b, n].
+
+    A document ends with its EOD; what stands first in a sequence begins one, though it may be the middle of a text.
+    """
+    places = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+    begins = np.zeros(ids.shape, bool)
+    begins[:, 1:] = ids[:, :-1] == eod_id
+    return np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+
+
+def document_edges(starts: np.ndarray) -> np.ndarray:
+    """`MicroBatch.edges` of `MicroBatch.starts_bn`."""
+    first = np.flatnonzero(starts == np.arange(starts.shape[1]))
+    room = max(FEWEST_EDGES, 1 << (len(first) - 1).bit_length())
+    return np.pad(first, (0, room + 1 - len(first)), constant_values=starts.size).astype(np.int32)
+
+
+def make_micro_batch(text: np.ndarray, mask: str, eod_id: int | None, document_attention: bool = False) -> MicroBatch:
     """Micro-batch of `text`, int64 [b, n + 1]."""
     ids, labels = text[:, :-1], text[:, 1:]
-    return MicroBatch(
-        torch.from_numpy(np.ascontiguousarray(ids)),
-        torch.from_numpy(np.ascontiguousarray(labels)),
-        torch.from_numpy(loss_mask(mask, ids, labels, eod_id)),
-    )
+    parts = [np.ascontiguousarray(ids), np.ascontiguousarray(labels), loss_mask(mask, ids, labels, eod_id)]
+    if document_attention:
+        if eod_id is None:
+            rule = "documents are told apart by the end-of-document id, which is not known"
+            raise ConfigError("data.document_attention", True, rule, "set data.eod_id, or use false")
+        starts = document_starts(ids, eod_id)
+        parts += [starts, document_edges(starts)]
+    return MicroBatch(*map(torch.from_numpy, parts))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from megaponder.config.schema import DataConfig, RunConfig
 from megaponder.data.blend import Source, parse_blend, split_ranges, valid_sources
+from megaponder.data.document_length import document_tokens
 from megaponder.data.identity import Identity, identify_all, refuse_unwritten
 from megaponder.data.indexed import Index, read_index
 from megaponder.data.info import DatasetMeta, read_meta
@@ -44,6 +45,8 @@ class DataFacts:
     """data.eod_id, or the datasets' if that is not set."""
     tokenizer_fingerprint: str | None
     """None when no dataset has a description."""
+    document_tokens: float | None = None
+    """data.document_tokens, or the datasets' if that is not set; None without data.document_attention."""
 
     @property
     def train_tokens(self) -> int:
@@ -143,6 +146,9 @@ def _eod_id(data: DataConfig, meta: DatasetMeta | None, vocab_size: int) -> int 
             f"loss_mask {data.loss_mask} requires it and the datasets do not say what it is",
             "set data.eod_id, or data.loss_mask to plain",
         )
+    if eod is None and data.document_attention:
+        rule = "documents are told apart by the end-of-document id, and the datasets do not say what it is"
+        raise ConfigError("data.document_attention", True, rule, "set data.eod_id, or use false")
     if eod is not None and not 0 <= eod < vocab_size:
         raise ConfigError("data.eod_id", eod, f"must be a token id below {vocab_size}", f"use 0 to {vocab_size - 1}")
     return eod
@@ -204,13 +210,17 @@ def check_data(cfg: RunConfig, opened: dict[str, Opened] | None = None) -> DataF
     read = (valid or {"": train}) if evaluates else {}
     sets = {name: _facts(sources, opened, split, 1) for name, sources in read.items()}
     train_facts = _facts(train, opened, split, 0)
-    return DataFacts(train_facts, sets, vocab_size, eod_id, meta.tokenizer_fingerprint if meta else None)
+    tokens = cfg.data.document_tokens
+    if cfg.data.document_attention and tokens is None:
+        length = cfg.data.sequence_length
+        tokens = sum(s.weight * document_tokens(opened[s.path].index, length) for s in train_facts)
+    return DataFacts(train_facts, sets, vocab_size, eod_id, meta.tokenizer_fingerprint if meta else None, tokens)
 
 
 def fill_from_data(cfg: RunConfig, facts: DataFacts) -> RunConfig:
-    """Copy of `cfg` with model.vocab_size and data.eod_id filled from the datasets."""
+    """Copy of `cfg` with model.vocab_size, data.eod_id and data.document_tokens filled from the datasets."""
     return replace(
         cfg,
         model=replace(cfg.model, vocab_size=facts.vocab_size),
-        data=replace(cfg.data, eod_id=facts.eod_id),
+        data=replace(cfg.data, eod_id=facts.eod_id, document_tokens=facts.document_tokens),
     )

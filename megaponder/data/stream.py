@@ -27,10 +27,18 @@ class SampleStream:
     """Sequences 0 ... len-1 of a blend.  The tokens of sequence i depend only on seed, blend and i."""
 
     def __init__(
-        self, dataset: TextDataset, sequences: int, loss_mask: str, eod_id: int | None, vocab_size: int, field: str
+        self,
+        dataset: TextDataset,
+        sequences: int,
+        loss_mask: str,
+        document_attention: bool,
+        eod_id: int | None,
+        vocab_size: int,
+        field: str,
     ):
         self.dataset, self.sequences, self.field = dataset, sequences, field
         self.loss_mask, self.eod_id, self.vocab_size = loss_mask, eod_id, vocab_size
+        self.document_attention = document_attention
         # A thread prefetches the next call's batches, so that slow storage is hidden behind compute.
         self._ahead: tuple[tuple[int, ...], Future[list[MicroBatch]]] | None = None
 
@@ -65,6 +73,7 @@ class SampleStream:
                 np.stack([self.sequence(first + j * micro_batch + i) for i in range(micro_batch)]),
                 self.loss_mask,
                 self.eod_id,
+                self.document_attention,
             )
             for j in range(dp_rank, global_batch // micro_batch, dp_size)
         ]
@@ -191,7 +200,7 @@ def build_streams(
     opened = open_data(cfg.data) if opened is None else opened
     facts = check_data(cfg, opened)
     train, valid = _datasets(cfg, facts, opened, train_sequences, valid_sequences)
-    rest = (cfg.data.loss_mask, facts.eod_id, facts.vocab_size)
+    rest = (cfg.data.loss_mask, cfg.data.document_attention, facts.eod_id, facts.vocab_size)
     return Streams(
         SampleStream(train, train_sequences, *rest, "data.train"),
         {name: SampleStream(one, valid_sequences, *rest, cfg.data.valid_field(name)) for name, one in valid.items()},

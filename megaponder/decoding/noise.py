@@ -19,11 +19,20 @@ def _mixed(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & (2**33 - 1))
 
 
-def sequence_uniform(ids: Tensor, seed: int, step: Tensor | int) -> Tensor:
-    """A number in (0, 1) for each sequence of ids [b, n], FP32 [b]."""
-    token = _mixed(ids.long() + _mixed(torch.full_like(ids, seed))) + torch.arange(ids.shape[1], device=ids.device)
-    bits = (_mixed(_mixed(_mixed(token).sum(-1)) + step) >> 41) & (2**23 - 1)
+def sequence_uniform(ids: Tensor, seed: int, step: Tensor | int, starts: Tensor | None = None) -> Tensor:
+    """A number in (0, 1) for each sequence of ids [b, n], FP32 [b]; with `starts` (`data.batch.MicroBatch.starts_bn`)
+    for the document of each token, as if it were a sequence of its own, FP32 [b, n]."""
+    places = torch.arange(ids.shape[1], device=ids.device)
+    token = _mixed(ids.long() + _mixed(torch.full_like(ids, seed))) + (places if starts is None else places - starts)
+    each = _mixed(token)
+    whole = each.sum(-1) if starts is None else document_sums(each, starts)
+    bits = (_mixed(_mixed(whole) + step) >> 41) & (2**23 - 1)
     return (bits.float() + 0.5) / 2**23
+
+
+def document_sums(x: Tensor, starts: Tensor) -> Tensor:
+    """Sums of x [b, n] over the document of each token: [b, n]."""
+    return torch.zeros_like(x).scatter_add(1, starts, x).gather(1, starts)
 
 
 def token_noise(ids: Tensor, positions: Tensor, seed: int, step: Tensor | int, width: int) -> Tensor:

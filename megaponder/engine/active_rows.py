@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megaponder.backbone.documents import Documents
 from megaponder.engine.row_kernels import gather_rows, only, scatter_rows
 
 SIZES = 16
@@ -118,19 +119,21 @@ class Attending:
         ids: Tensor,
         groups: slice,
         inputs: Callable[[int], Tensor],
+        documents: Documents | None = None,
     ):
         self._core, self._rows, self._active, self._slots = core, rows, active, slots
+        self._documents = documents
         self.layer, self.modules, self.ids, self.groups, self.inputs = layer, modules, ids, groups, inputs
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None = None) -> Tensor:
-        out: Tensor = self._core(self.scatter(q), k, v, key_bias, self._slots)
+        out: Tensor = self._core(self.scatter(q), k, v, key_bias, self._slots, self._documents)
         return out if self._rows is None else self._rows.gather(out)
 
     def merged(
         self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], alive: Sequence[Tensor | None]
     ) -> Tensor:
         """One softmax over several key sets."""
-        out: Tensor = self._core.merged(self.scatter(q), keys, values, alive)
+        out: Tensor = self._core.merged(self.scatter(q), keys, values, alive, self._documents)
         return out if self._rows is None else self._rows.gather(out)
 
     def scatter(self, new: Tensor, old: Tensor | None = None) -> Tensor:

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from megaponder.config.in_flight import InFlight
-from megaponder.data.batch import MicroBatch
+from megaponder.data.batch import MicroBatch, tensors_of
 from megaponder.engine.active_rows import most_active, places_for, unit_of
 from megaponder.engine.model import PonderStage
 from megaponder.engine.objective import Objective
@@ -324,8 +324,7 @@ def _flow(flow: Flow | None) -> Tree:
 
 
 def _to_tree(batch: MicroBatch, incoming: Flow | None, state: PassState, step: Tensor | None, tokens: Tensor) -> Tree:
-    parts = (batch.ids_bn, batch.labels_bn, batch.loss_mask_bn)
-    return parts, _flow(incoming), (list(state.kept), dict(state.entry), dict(state.exit)), step, tokens
+    return tensors_of(batch), _flow(incoming), (list(state.kept), dict(state.entry), dict(state.exit)), step, tokens
 
 
 def _from_input_tree(tree: Tree) -> tuple[MicroBatch, Flow | None, PassState, Tensor | None, Tensor]:

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
-from megaponder.decoding.noise import sequence_uniform, token_noise
+from megaponder.decoding.noise import document_sums, sequence_uniform, token_noise
 from megaponder.engine.mixture import vocabulary_mixture
 from megaponder.engine.row_kernels import only
 
@@ -60,32 +60,47 @@ class StageParts(Protocol):
     def cross_entropy(self, hidden_sbh: Tensor, labels_nb: Tensor) -> Tensor: ...
 
 
+def positions(batch: MicroBatch) -> Tensor:
+    """Position of each token in its sequence, or in its document where those are apart: int64 [b, n]."""
+    b, n = batch.ids_bn.shape
+    places = torch.arange(n, device=batch.ids_bn.device).expand(b, n)
+    return places if batch.starts_bn is None else places - batch.starts_bn
+
+
 class StageEntryTools:
     """First stage: token embeddings."""
 
     def __init__(self, stage: StageParts, batch: MicroBatch, step: Tensor | None):
         self._stage, self._tokens = stage, batch.ids_bn.shape[1]
-        self._ids_bn, self._step = batch.ids_bn, step
+        self._batch, self._step = batch, step
 
     @property
     def modules(self) -> nn.ModuleDict:
         return self._stage.method_entry
 
     def embed(self, ids_bn: Tensor, factor: float = 1.0) -> Tensor:
-        return self._stage.embedding(ids_bn, slots=ids_bn.shape[1] // self._tokens, factor=factor)
+        at_bn = None if self._batch.starts_bn is None else positions(self._batch)
+        slots = ids_bn.shape[1] // self._tokens
+        return self._stage.embedding(ids_bn, slots=slots, factor=factor, positions_bn=at_bn)
 
     def uniform(self, seed: int) -> Tensor | None:
-        return None if self._step is None else sequence_uniform(self._ids_bn, seed, self._step.long())
+        if self._step is None:
+            return None
+        starts = self._batch.starts_bn
+        found = sequence_uniform(self._batch.ids_bn, seed, self._step.long(), starts)
+        return found if starts is None else self._own(found.t())
 
     def noise(self, seed: int) -> Tensor:
-        stage, step = self._stage, -1 if self._step is None else self._step.long()
-        ids_nb = self._ids_bn.t()
-        at_nb = torch.arange(self._tokens, device=ids_nb.device)[:, None].expand_as(ids_nb)
+        step = -1 if self._step is None else self._step.long()
+        ids_sb, at_sb = self._own(self._batch.ids_bn.t()), self._own(positions(self._batch).t())
+        return token_noise(ids_sb, at_sb, seed, step, self._stage.config.hidden_size)
+
+    def _own(self, x_nb: Tensor) -> Tensor:
+        """This rank's tokens."""
+        stage = self._stage
         if stage.config.sequence_parallel:
-            ids_nb, at_nb = (
-                scatter_to_sequence_parallel_region(x.contiguous(), group=stage.groups.tp) for x in (ids_nb, at_nb)
-            )
-        return token_noise(ids_nb, at_nb, seed, step, stage.config.hidden_size)
+            return scatter_to_sequence_parallel_region(x_nb.contiguous(), group=stage.groups.tp)
+        return x_nb
 
 
 class StageExitTools:
@@ -187,9 +202,20 @@ class StageExitTools:
 
     @property
     def positions_sb(self) -> Tensor:
-        """Position of each of this rank's tokens in its sequence."""
-        b, n = self._batch.ids_bn.shape
-        return self._local(torch.arange(n, device=self._batch.ids_bn.device).expand(b, n))
+        """Position of each of this rank's tokens in its sequence, or in its document where those are apart."""
+        return self._local(positions(self._batch))
+
+    @property
+    def starts_nb(self) -> Tensor | None:
+        """The first token of each token's document, of all tokens; None: documents are not apart."""
+        return None if self._batch.starts_bn is None else self._batch.starts_bn.t()
+
+    def total(self, x_sb: Tensor) -> Tensor:
+        """Sums over each sequence, without gradient, or over the document of each of this rank's tokens."""
+        everyone = self.gather(x_sb)
+        if self._batch.starts_bn is None:
+            return everyone.sum(0)[None]
+        return self.scatter(document_sums(everyone.t(), self._batch.starts_bn).t())
 
     @property
     def ids_sb(self) -> Tensor:

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megaponder.backbone.config import head_config, transformer_config, use_te
+from megaponder.backbone.documents import Documents
 from megaponder.backbone.embedding import Embedding, rotary_embedding
 from megaponder.backbone.layer import Kept, Reads, layer_spec
 from megaponder.backbone.parts import parts
@@ -225,7 +226,8 @@ class PonderStage(MegatronModule):
             flow = incoming
         if self.groups.is_last_stage and p.last:
             into_coda = lambda rows: self.method.into_coda(p, rows, state.exit, exit_tools)  # noqa: E731
-        rows, state.kept = self._layers(p, flow, batch.ids_bn.t(), state.kept, into_core, into_coda)
+        documents = None if batch.starts_bn is None else Documents(batch.starts_bn, batch.edges)
+        rows, state.kept = self._layers(p, flow, batch.ids_bn.t(), state.kept, into_core, into_coda, documents)
         flow = _cut(p, Flow(rows, flow.riders))
         if not self.groups.is_last_stage:
             return flow
@@ -265,11 +267,13 @@ class PonderStage(MegatronModule):
             y = y if bias is None else y + bias[:channels].float()
         return self._in_every_head(y[..., :channels].to(x.dtype))
 
-    def _rotary(self, p: Pass, rows: int) -> Tensor | None:
-        """`fused.turns` [2, rows, 1, 1, d_rot]; all slots of a token share its position."""
+    def _rotary(self, p: Pass, rows: int, documents: Documents | None) -> Tensor | None:
+        """`fused.turns` [2, rows, 1 or b, 1, d_rot]; all slots of a token share its position."""
         if self.rotary is None:
             return None
         turn = self.rotary(rows // p.slots)
+        if documents is not None:
+            turn = turn[:, :, 0][:, documents.positions_bn.t()]
         return turn if p.slots == 1 else turn.repeat_interleave(p.slots, dim=1)
 
     def gathered(self, active: Tensor | None) -> Rows | None:
@@ -290,18 +294,21 @@ class PonderStage(MegatronModule):
         kept: Sequence[Kept],
         into_core: Hook | None,
         into_coda: Hook | None,
+        documents: Documents | None,
     ) -> tuple[Tensor, list[Kept]]:
         """This stage's share of the pass's layers; the hooks run before its first layer of the core and of the coda."""
         x, out = flow.rows, []
         riders = self._riders_in_attention(flow.riders)
         whole = x.shape[0] * (self.groups.tp_size if self.config.sequence_parallel else 1)
-        rotary = self._rotary(p, whole)
+        rotary = self._rotary(p, whole, documents)
         active, rows = self.method.active(p, riders), None
         own = self.gathered(self.method.active(p, flow.riders))
         if own is not None:
             rows = own.all_gather()
             x = own.gather(x)
-            rotary = None if rotary is None else rotary[:, :, 0, 0][:, rows.index][:, :, :, None]
+            if rotary is not None:
+                column = torch.arange(rotary.shape[2], device=x.device)  # one for all sequences, or each its own
+                rotary = rotary[:, rows.index, column]
         recomputed = self.recomputed(p.index)
         begin, end = self.method.core or (0, self.num_layers)
         for i, layer in enumerate(self.decoder.layers):
@@ -331,7 +338,7 @@ class PonderStage(MegatronModule):
                     own: Any = self.method_layers[str(number)]
                     first = self.groups.tp_rank * k.shape[2]
                     inputs = partial(self._block_inputs, layer, x)
-                    place = (number, own, p.slots, ids_nb, slice(first, first + k.shape[2]), inputs)
+                    place = (number, own, p.slots, ids_nb, slice(first, first + k.shape[2]), inputs, documents)
                     return self.method.attend(p, q, k, v, riders, kept, Attending(core, rows, active, *place))
 
                 with precision():  # inside `run`, so that a recomputed layer enters it again

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megaponder.config.in_flight import in_flight
 from megaponder.config.rules.layout import choose_group
-from megaponder.data.batch import MicroBatch
+from megaponder.data.batch import MicroBatch, tensors_of
 from megaponder.engine import depth
 from megaponder.engine.capture import Captures
 from megaponder.engine.chunks import PassChunk, Runner, Step
@@ -59,8 +59,8 @@ def _loss_of(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 
 
 def _on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    parts = (batch.ids_bn, batch.labels_bn, batch.loss_mask_bn)
-    return MicroBatch(*(t.to(device, non_blocking=True) for t in parts))
+    parts = (None if t is None else t.to(device, non_blocking=True) for t in tensors_of(batch))
+    return MicroBatch(*parts)  # type: ignore[arg-type]
 
 
 def _forward(_: Any, chunk: PassChunk) -> tuple[Tensor, Any]:

@@ -203,7 +203,8 @@ def batches(
 
     def made() -> tuple[MicroBatch, int]:
         filled = [*waiting, *[(np.zeros(length + 1, np.int64), 0)] * (batch - len(waiting))]
-        out = make_micro_batch(np.stack([text for text, _ in filled]), cfg.data.loss_mask, cfg.data.eod_id)
+        text, data = np.stack([text for text, _ in filled]), cfg.data
+        out = make_micro_batch(text, data.loss_mask, data.eod_id, data.document_attention)
         for row, (_, real) in enumerate(filled):
             out.loss_mask_bn[row, real:] = 0.0
         return out, int(out.loss_mask_bn.sum())

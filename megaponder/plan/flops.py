@@ -6,7 +6,8 @@ The unit is one real token: a pass with m slots a token runs m rows of the stack
 
     linear      2 L (2 H H_q + 2 H H_kv + nm H F) a row     nm = 3 (SwiGLU) or 2 (GELU); H_q, H_kv: all heads together
                 less 2 (H H_q + nm H F) in the last layer for a row whose output is not read
-    attention   4 L H_q a visible key; row i of m n rows sees i + 1 keys of each key set, within the window if any
+    attention   4 L H_q a visible key; row i of m n rows sees i + 1 keys of each key set, within the window if any;
+                with documents, n is `data.document_tokens`
     head        2 V H, in the last pass, for every token
     extra       as given by the method (`extra_flops`): vocabulary mixtures, of tokens that run the next pass; gates
     training    as given by the method (`training_flops`), forward and backward: losses of passes before the last
@@ -19,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from megaponder.config.method_facts import MethodLike, PassLike
 from megaponder.config.recompute import recomputed_layers
-from megaponder.config.schema import ModelConfig, RunConfig
+from megaponder.config.schema import DataConfig, ModelConfig, RunConfig
 from megaponder.config.stages import run_in, stage_range
 from megaponder.plan.layer import key_flops, linear_flops, unread_flops
 
@@ -94,7 +95,7 @@ def forward_of(passes: Sequence[PassFlops], active: Sequence[float]) -> list[flo
     return [a * (p.linear + p.attention + p.extra - p.feedback) + on * p.feedback + p.head for p, a, on in parts]
 
 
-def attention_flops(model: ModelConfig, tokens: int, slots: float, layers: int | None = None) -> float:
+def attention_flops(model: ModelConfig, tokens: float, slots: float, layers: int | None = None) -> float:
     """Attention FLOPs of the stack (or of `layers` layers) per token, forward, causal half: m rows a token, each of m n
     rows sees its past."""
     assert model.num_layers
@@ -102,6 +103,13 @@ def attention_flops(model: ModelConfig, tokens: int, slots: float, layers: int |
     beyond = slots * (tokens - window) * (tokens - window + 1) / (2 * tokens)  # keys before the window
     mean_keys = (slots * tokens + 1) / 2 - beyond
     return (model.num_layers if layers is None else layers) * key_flops(model) * slots * mean_keys
+
+
+def seen_together(data: DataConfig) -> float:
+    """Tokens of a sequence that attend to each other: all, or those of a document, mean over tokens, if it is known."""
+    if data.document_attention and data.document_tokens is not None:
+        return data.document_tokens
+    return data.sequence_length
 
 
 def pass_flops(cfg: RunConfig, method: MethodLike, p: PassLike) -> PassFlops:
@@ -114,7 +122,7 @@ def pass_flops(cfg: RunConfig, method: MethodLike, p: PassLike) -> PassFlops:
         index=p.index,
         slots=p.slots,
         linear=p.slots * layers * linear_flops(model) - unread * unread_flops(model),
-        attention=p.key_sets * attention_flops(model, cfg.data.sequence_length, p.slots, layers),
+        attention=p.key_sets * attention_flops(model, seen_together(cfg.data), p.slots, layers),
         head=2.0 * model.vocab_size * model.hidden_size if p.last else 0.0,
         extra=method.extra_flops(p, model.vocab_size),
         feedback=method.feedback_flops(p, model.vocab_size),
@@ -173,8 +181,9 @@ def inference_flops(cfg: RunConfig, method: MethodLike, active: Sequence[float] 
 
     `active`: the share of tokens that take part in each pass, or, of methods with latents, that run each row; empty:
     all do.  Latents are decoded one after another, without refinements: a token costs its rows, each once, and sees
-    the rows that tokens run on average.
+    the rows that tokens run on average.  The text is one document.
     """
+    cfg = replace(cfg, data=replace(cfg.data, document_attention=False))
     passes = [pass_flops(cfg, method, p) for p in method.passes(cfg.train.seed, None)]
     if len(passes) > 1 and passes[-1].slots > 1:
         last, model = passes[-1], cfg.model

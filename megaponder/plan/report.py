@@ -151,6 +151,12 @@ def print_plan(cfg: RunConfig, plan: Plan, console: Console) -> None:
         "a step",
         f"{t.global_batch} sequences x {length} tokens = {t.global_batch * length:,} tokens",
     )
+    if cfg.data.document_attention:
+        known = cfg.data.document_tokens
+        seen = (
+            "of unknown length: attention is counted for whole sequences" if known is None else f"{known:,.0f} tokens"
+        )
+        table.add_row("a token sees", f"its document, {seen}" + ("" if known is None else " in the mean over tokens"))
     table.add_row("on a rank", f"{lay.micro_batches} micro-batches of {t.micro_batch}, {passes}{group}")
     table.add_row("vocabulary", f"{cfg.model.vocab_size:,} in a table of {plan.table_rows:,} rows")
     table.add_row("pipeline idles", f"{est.bubble:.1%} of the time" if lay.pipeline > 1 else "never")

@@ -77,7 +77,8 @@ class EntryTools(Protocol):
 
     def uniform(self, seed: int) -> Tensor | None:
         """A number in (0, 1) for each sequence, FP32 [b], a function of seed, step and the sequence's ids, for what a
-        sequence draws in training; None in evaluation."""
+        sequence draws in training; where documents are apart, for the document of each token [tokens of this rank, b].
+        None in evaluation."""
 
     def noise(self, seed: int) -> Tensor:
         """Standard normal numbers cut off at 3, FP32 [s, b, H], a function of seed, step, position and id: the same in
@@ -110,7 +111,18 @@ class ExitTools(Protocol):
 
     @property
     def positions_sb(self) -> Tensor:
-        """Position of each of this rank's tokens in its sequence, [tokens of this rank, b]."""
+        """Position of each of this rank's tokens in its sequence, or in its document where those are apart, [tokens of
+        this rank, b]."""
+
+    @property
+    def starts_nb(self) -> Tensor | None:
+        """The first token of each token's document, int64 [n, b] of all tokens; None where documents are not apart.
+
+        What mixes the values of several tokens must stay within documents, as attention and `total` do."""
+
+    def total(self, x_sb: Tensor) -> Tensor:
+        """Sums over each sequence, without gradient [1, b]; where documents are apart, over the document of each token
+        [tokens of this rank, b]."""
 
     @property
     def ids_sb(self) -> Tensor:

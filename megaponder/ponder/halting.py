@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megaponder.decoding.noise import document_sums
 from megaponder.errors import ConfigError
 
 
@@ -74,20 +75,31 @@ def ramp(step: Tensor | None, start: int, end: int) -> Tensor | float:
     return ((step - start) / (end - start)).clamp(0.0, 1.0)
 
 
-def smallest(values: Tensor, mask: Tensor, share: float | Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest ceil(share * count) masked values of each sequence.
+def smallest(
+    values: Tensor, mask: Tensor, share: float | Tensor, starts_nb: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The smallest ceil(share * count) masked values of each sequence, or of each document.
 
     values, mask [passes, n, b]; returns (selection [passes, n, b], selected per sequence [b]).  Equal values are taken
-    in the order of pass and token, so that the selection is a function of the values alone.
+    in the order of pass and token, so that the selection is a function of the values alone.  With `starts_nb`
+    (`ExitTools.starts_nb`) the share is that of each document; selected is then given for each token's document [n, b].
     """
     passes, n, b = values.shape
     flat = torch.where(mask, values, torch.full_like(values, math.inf)).reshape(passes * n, b)
-    count = torch.ceil(share * mask.reshape(passes * n, b).sum(0).double()).long()
     order = flat.argsort(dim=0, stable=True)
+    if starts_nb is None:
+        asked = mask.reshape(passes * n, b).sum(0)
+    else:
+        asked = document_sums(mask.sum(0).t(), starts_nb.t()).t()
+        order = order.gather(0, starts_nb.repeat(passes, 1).gather(0, order).argsort(dim=0, stable=True))
+    count = torch.ceil(share * asked.double()).long()
     rank = torch.empty_like(order).scatter_(
         0, order, torch.arange(passes * n, device=order.device)[:, None].expand(-1, b)
     )
-    return (rank < count).view(passes, n, b) & mask, count
+    bound = count
+    if starts_nb is not None:
+        bound = (passes * starts_nb + count).repeat(passes, 1)  # that many values of earlier documents come before
+    return (rank < bound).view(passes, n, b) & mask, count
 
 
 def at_least(options: object, name: str, least: float) -> None:

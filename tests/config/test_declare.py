@@ -52,9 +52,9 @@ def test_what_a_weight_means_cannot_change() -> None:
 def test_what_a_comparison_leaves_out() -> None:
     assert {name for name, f in all_fields().items() if not f.declared.compared} == {
         "run", "model.preset", "model.embedding_scale", "model.init", "model.init_std", "model.init_output_scale",
-        "data.cache", "data.tokenizer", "train.eval_every", "train.deterministic", "precision.cuda_graphs",
-        "precision.grad_accum_fusion", "train.eval_depths_every", "train.tasks", "train.tasks_every",
-        "train.tasks_folder", "train.tasks_limit",
+        "data.cache", "data.document_tokens", "data.tokenizer", "train.eval_every", "train.deterministic",
+        "precision.cuda_graphs", "precision.grad_accum_fusion", "train.eval_depths_every", "train.tasks",
+        "train.tasks_every", "train.tasks_folder", "train.tasks_limit",
     }  # fmt: skip
 
 

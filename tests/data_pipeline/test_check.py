@@ -70,6 +70,10 @@ def test_eod(tmp_path: Path, a: str) -> None:
     with pytest.raises(ConfigError, match=r"data\.eod_id = None: loss_mask ignore_eod_target requires it"):
         check_data(config(tmp_path, [a], eod_id=None))
     assert check_data(config(tmp_path, [a], eod_id=None, loss_mask="plain")).eod_id is None
+    with pytest.raises(
+        ConfigError, match=r"data\.document_attention = True: .* do not say what it is; set data\.eod_id"
+    ):
+        check_data(config(tmp_path, [a], eod_id=None, loss_mask="plain", document_attention=True))
     with pytest.raises(ConfigError, match="token id below 100"):
         check_data(config(tmp_path, [a], eod_id=100))
     describe(a, 50, 1000)

@@ -87,6 +87,11 @@ CASES: dict[str, dict[str, Any]] = {
         "family": "llama", "method": "loop", "options": {"extra_passes": 1},
         "features": {"norm_placement": "stream", "qkv_bias": "qk", "rotary_pairs": "adjacent"},
     },
+    "ponderlm-documents": {"family": "pythia", "method": "ponderlm", "options": {"steps": 2}, "documents": True},
+    "adaptive_cot-documents": {"family": "llama", "method": "adaptive_cot", "documents": True},
+    "adaponderlm-documents-gathered": {
+        "family": "pythia", "method": "adaponderlm", "options": {"steps": 2}, "skip": True, "documents": True,
+    },
     "ponderlm-recompute": {"family": "pythia", "method": "ponderlm", "options": {"steps": 2}, "recompute": True},
 }  # fmt: skip
 SPREAD: dict[str, dict[str, Any]] = {
@@ -105,6 +110,7 @@ SPREAD: dict[str, dict[str, Any]] = {
     "adaptive_cot-dp2": CASES["adaptive_cot"] | {"data": 2},
     "ponderlm-dp2-pp2": CASES["ponderlm"] | {"data": 2, "pipeline": 2, "micro_batches": 4},
     "ponderlm-tp2": CASES["ponderlm"] | {"tensor": 2},
+    "ponderlm-documents-pp2": CASES["ponderlm-documents"] | {"pipeline": 2, "micro_batches": 5},
     "qk-norm-tp2": CASES["qk-norm"] | {"tensor": 2},
     "post-norm-all-heads-tp2": CASES["post-norm-all-heads"] | {"tensor": 2},
     "adaponderlm-budget-gathered-pp2": CASES["adaponderlm-budget-gathered"] | {"pipeline": 2, "micro_batches": 4},

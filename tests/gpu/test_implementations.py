@@ -47,6 +47,15 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize(("family", "method", "options"), [*CASES, ("gpt2", "pause", WINDOWED[0][1])])
+def test_documents_in_both_implementations(family: str, method: str, options: dict[str, Any]) -> None:
+    test_te_is_as_near_to_fp32_as_pytorch_is(family, method, options, {}, documents=True)
+
+
+def test_documents_and_a_window_in_both_implementations() -> None:
+    test_te_is_as_near_to_fp32_as_pytorch_is("llama", "loop", {}, {"attention_window": 37}, documents=True)
+
+
 @pytest.mark.parametrize("name", FEATURES)
 def test_features_in_both_implementations(name: str) -> None:
     family, features = FEATURES[name]
@@ -60,10 +69,10 @@ def test_a_window_counts_tokens_in_both_implementations(method: str, options: di
 
 @pytest.mark.parametrize(("family", "method", "options"), CASES)
 def test_te_is_as_near_to_fp32_as_pytorch_is(
-    family: str, method: str, options: dict[str, Any], features: dict[str, Any] | None = None
+    family: str, method: str, options: dict[str, Any], features: dict[str, Any] | None = None, documents: bool = False
 ) -> None:
     pytest.importorskip("transformer_engine")
-    args = {"family": family, "method": method, "options": options, "features": features or {}}
+    args = {"family": family, "method": method, "options": options, "features": features or {}, "documents": documents}
     got = run_workers("tests.gpu.workers:compare_implementations", 1, args=args)[0]
     print(got)
     assert got["params"]["te"] == got["params"]["fp32"]

@@ -31,20 +31,17 @@ def config(
 
 
 def compare_implementations(
-    family: str, method: str, options: dict[str, Any], features: dict[str, Any]
+    family: str, method: str, options: dict[str, Any], features: dict[str, Any], documents: bool = False
 ) -> dict[str, Any]:
     """Loss and gradients of PyTorch's layers in FP32 and of both implementations in BF16, on equal weights."""
     import torch
 
     from megaponder.backbone.init import global_names
-    from megaponder.data.batch import MicroBatch
     from megaponder.engine import groups
     from megaponder.engine.build import build_engine
     from megaponder.ponder.settings import method_of
 
-    draw = torch.Generator().manual_seed(5)
-    text = torch.randint(0, 1000, (8, 129), generator=draw)
-    batches = [MicroBatch(t[:, :-1], t[:, 1:], torch.ones(4, 128)) for t in text.split(4)]
+    batches = _batches(5, documents=documents)
     out: dict[str, Any] = {}
     for name, implementation, dtype in (("fp32", "local", "fp32"), ("local", "local", "bf16"), ("te", "te", "bf16")):
         cfg = config(family, method, options, implementation, dtype, features)
@@ -78,13 +75,17 @@ def _engine(cfg: RunConfig) -> Any:
     return engine
 
 
-def _batches(step: int, count: int = 2) -> list[Any]:
+def _batches(step: int, count: int = 2, documents: bool = False) -> list[Any]:
+    """Micro-batches; documents are 20 tokens long in the mean, and in every third step 5, of which there are more."""
     import torch
 
-    from megaponder.data.batch import MicroBatch
+    from megaponder.data.batch import make_micro_batch
 
-    text = torch.randint(0, 1000, (4 * count, 129), generator=torch.Generator().manual_seed(step))
-    return [MicroBatch(t[:, :-1], t[:, 1:], torch.ones(4, 128)) for t in text.split(4)]
+    draw = torch.Generator().manual_seed(step)
+    text = torch.randint(0, 1000, (4 * count, 129), generator=draw)
+    if documents:
+        text[torch.rand(text.shape, generator=draw) < (0.2 if step % 3 == 0 else 0.05)] = 0
+    return [make_micro_batch(t.numpy(), "plain", 0, documents) for t in text.split(4)]
 
 
 def _gradient(engine: Any) -> Any:
@@ -140,7 +141,8 @@ def compare_capture(case: dict[str, Any], precision: str) -> dict[str, Any]:
     if "waits" in case:
         _make_wait(captured.stage, from_pass=case["waits"])
     for step in range(6):
-        batches = _batches(step + 100 * eager.groups.dp_rank, case.get("micro_batches", 2))
+        number = step + 100 * eager.groups.dp_rank
+        batches = _batches(number, case.get("micro_batches", 2), case.get("documents", False))
         a = eager.forward_backward(batches, step, train=True)
         b = captured.forward_backward(batches, step, train=True)
         ours, theirs = _gradient(captured), _gradient(eager)

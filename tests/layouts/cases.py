@@ -251,6 +251,8 @@ class Layout:
     """All cases run here, or only `REPRESENTATIVES`."""
     evaluate: bool = False
     """The loss of evaluation is compared, too."""
+    documents: bool = False
+    """A sequence holds several documents, and a token sees its own."""
 
     @property
     def world(self) -> int:
@@ -259,6 +261,7 @@ class Layout:
 
 LAYOUTS = {
     "one-batch1": Layout(batch=1, deep=True, evaluate=True),
+    "one-documents": Layout(batch=1, deep=True, every=False, evaluate=True, documents=True),
     "one-batch4-recompute": Layout(batch=4, recompute="layer", every=False),
     "one-recompute-some": Layout(recompute="layer", parts=1, every=False),
     "tp2": Layout(tensor=2, every=False),
@@ -279,6 +282,9 @@ LAYOUTS = {
     "dp2-pp2-distopt-overlap": Layout(
         data=2, pipeline=2, batch=1, distributed_optimizer=True, overlap=True, every=False, evaluate=True
     ),
+    "tp2-sp-documents": Layout(tensor=2, sequence=True, every=False, evaluate=True, documents=True),
+    "pp2-documents": Layout(pipeline=2, recompute="layer", deep=True, every=False, documents=True),
+    "dp2-documents": Layout(data=2, every=False, documents=True),
 }
 
 

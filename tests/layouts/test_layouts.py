@@ -12,7 +12,7 @@ from tests.layouts.cases import CASES, LAYOUTS, cases_of, is_gated
 from tests.layouts.workers import assemble
 from tests.tolerance import ATOL, RTOL
 
-REFERENCE = "one-batch1"
+REFERENCE, WITH_DOCUMENTS = "one-batch1", "one-documents"
 
 
 class Results:
@@ -41,13 +41,18 @@ def _worst(ours: np.ndarray, reference: np.ndarray) -> float:
     return float(np.abs(ours - reference).max() / max(np.abs(reference).max(), ATOL))
 
 
-MATRIX = [(case, name) for name, layout in LAYOUTS.items() if name != REFERENCE for case in cases_of(layout)]
+MATRIX = [
+    (case, name)
+    for name, layout in LAYOUTS.items()
+    if name not in (REFERENCE, WITH_DOCUMENTS)
+    for case in cases_of(layout)
+]
 
 
 @pytest.mark.parametrize(("case", "layout"), MATRIX)
 def test_layout_changes_nothing(results: Any, case: str, layout: str) -> None:
     gated = is_gated(case)
-    reference = results[REFERENCE][case][0]
+    reference = results[WITH_DOCUMENTS if LAYOUTS[layout].documents else REFERENCE][case][0]
     expected = assemble([reference], gated)
     ranks = results[layout][case]
     for rank in ranks:

@@ -10,6 +10,7 @@ import numpy as np
 from tests.gpu import one_card
 from tests.layouts.cases import CASES, LAYOUTS, LENGTH, SEQUENCES, VOCAB, WHOLE, Layout, cases_of, disturb, run_config
 
+EOD = 3
 HALFWAY = Path(__file__).parents[1] / "ponder" / "halfway"
 """The worked example of CONTRIBUTING.md, which is loaded as a user's plugin is."""
 
@@ -18,14 +19,23 @@ def batches(layout: Layout, dp_rank: int) -> list[Any]:
     """This rank's micro-batches of one fixed global batch with ragged masks."""
     import torch
 
-    from megaponder.data.batch import MicroBatch
+    from megaponder.data.batch import MicroBatch, document_edges, document_starts
 
     draw = torch.Generator().manual_seed(7)
     text = torch.randint(0, VOCAB, (SEQUENCES, LENGTH + 1), generator=draw)
     lengths = torch.randint(1, LENGTH + 1, (SEQUENCES, 1), generator=draw)
     mask = (torch.arange(LENGTH)[None] < lengths).float()
+    starts = None
+    if layout.documents:
+        text[torch.rand(text.shape, generator=draw) < 0.2] = EOD
+        starts = torch.from_numpy(document_starts(text[:, :-1].numpy(), EOD))
+
+    def made(c: slice) -> MicroBatch:
+        rest = () if starts is None else (starts[c], torch.from_numpy(document_edges(starts[c].numpy())))
+        return MicroBatch(text[c, :-1], text[c, 1:], mask[c], *rest)
+
     cut = [slice(i, i + layout.batch) for i in range(0, SEQUENCES, layout.batch)]
-    return [MicroBatch(text[c, :-1], text[c, 1:], mask[c]) for j, c in enumerate(cut) if j % layout.data == dp_rank]
+    return [made(c) for j, c in enumerate(cut) if j % layout.data == dp_rank]
 
 
 def _whole_gradients(engine: Any) -> None:

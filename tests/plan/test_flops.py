@@ -76,6 +76,20 @@ def test_attention_counts_every_visible_key() -> None:
         assert attention_flops(cfg.model, tokens, slots) * tokens == pytest.approx(4 * 12 * 768 * keys)
 
 
+def test_documents_count_the_keys_that_tokens_see() -> None:
+    """By enumeration: documents of 3 and 1 tokens in one sequence, of 4 in another; one that is decoded is whole."""
+    cfg = config("llama-125m", "pause", pauses=1)
+    cfg.data.sequence_length, cfg.data.document_attention = 4, True
+    whole = step_flops(cfg, method_of(cfg)).passes[0].attention
+    cfg.data.document_tokens = (3 * 3 + 1 + 4 * 4) / 8
+    keys = sum(row + 1 for length in (3, 1, 4) for row in range(2 * length))
+    assert step_flops(cfg, method_of(cfg)).passes[0].attention * 8 == pytest.approx(4 * 12 * 768 * keys)
+    decoded = inference_flops(cfg, method_of(cfg))
+    cfg.data.document_attention = False
+    assert inference_flops(cfg, method_of(cfg)) == decoded
+    assert step_flops(cfg, method_of(cfg)).passes[0].attention == whole
+
+
 def test_passes_and_parts() -> None:
     cfg = config("llama-410m", "ponderlm", steps=3)
     passes = step_flops(cfg, method_of(cfg)).passes

@@ -38,6 +38,22 @@ def test_smallest_takes_the_smallest_share_of_each_sequence(seed: int, share: fl
             assert values[..., b][chosen[..., b]].max() <= rest.min()
 
 
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 10**6), share=st.floats(0, 1), passes=st.integers(1, 3), n=st.integers(1, 9))
+def test_smallest_of_each_document_is_that_of_the_document_alone(seed: int, share: float, passes: int, n: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    values = torch.randint(0, 5, (passes, n, 2), generator=draw).float()  # with ties
+    mask = torch.rand(passes, n, 2, generator=draw) < 0.7
+    begins = torch.rand(n, 2, generator=draw) < 0.4
+    starts = torch.where(begins, torch.arange(n)[:, None], 0).cummax(0).values
+    chosen, count = smallest(values, mask, share, starts)
+    for b in range(2):
+        for first in set(starts[:, b].tolist()):
+            own = starts[:, b] == first
+            alone, number = smallest(values[:, own, b, None], mask[:, own, b, None], share)
+            assert torch.equal(chosen[:, own, b], alone[..., 0]) and bool((count[own, b] == number).all())
+
+
 def test_ramp() -> None:
     def at(step: int) -> Tensor:
         return torch.tensor(float(step), dtype=torch.float64)

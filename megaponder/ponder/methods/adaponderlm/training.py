@@ -164,10 +164,11 @@ class AdaPonderLM(Budgeted, AlignedHalting):
         values = logits.clamp(min=CLAMP) if self.options.cost_on == "logit" else logits.sigmoid()
         # [passes, n, b] of whole sequences: the selection is the same on every rank; each takes its own tokens
         everyone = torch.stack([tools.gather(x) for x in values])
-        selected, count = smallest(everyone, torch.stack([tools.gather(x.float()) > 0.5 for x in asked]), share)
+        mask = torch.stack([tools.gather(x.float()) > 0.5 for x in asked])
+        selected, count = smallest(everyone, mask, share, tools.starts_nb)
         own = torch.stack([tools.scatter(x.float()) for x in selected])
-        tokens = tools.gather(tools.valid_sb).sum(0)
-        return self.options.cost_weight * ((values * own).sum((0, 1)) * tokens / count.clamp(min=1)).sum()
+        weight = tools.total(tools.valid_sb) / (count[None] if count.dim() == 1 else tools.scatter(count)).clamp(min=1)
+        return self.options.cost_weight * ((values * own).sum(0) * weight).sum()
 
     def gate_values(self, carry: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
         if self.window is not None or self.options.router == "none":

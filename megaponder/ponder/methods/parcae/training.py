@@ -120,7 +120,7 @@ class Parcae(Recurrent):
             state = rows
             if u is not None:
                 waits = p.index + poisson(self.options.recurrence, u, self.options.draw_to) <= self.options.draw_to
-                state = torch.where(waits[None, :, None], self._start(rows, tools), rows)
+                state = torch.where(waits[..., None], self._start(rows, tools), rows)
         out: Tensor = injection(state, carry["embedded"])
         return out
 
@@ -141,7 +141,7 @@ class Parcae(Recurrent):
 
 
 def poisson(mean: float, u: Tensor, most: int) -> Tensor:
-    """Poisson numbers from 1 to `most` whose distribution function first exceeds u [b]; on the device, int64 [b]."""
+    """Poisson numbers from 1 to `most` whose distribution function first exceeds u, one for each u; on the device."""
     k = torch.arange(most, device=u.device)
     below = torch.exp(k * math.log(mean) - mean - torch.lgamma(k + 1.0)).cumsum(0)  # P(number <= k)
-    return (u[:, None] >= below).sum(-1).clamp(min=1)
+    return (u[..., None] >= below).sum(-1).clamp(min=1)

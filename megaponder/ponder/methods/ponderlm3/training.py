@@ -231,7 +231,7 @@ class PonderLM3(Budgeted, LatentMethod):
         excess = (expected - self.options.target_depth) * valid
         if self.options.target_depth:
             # relu of a sequence's mean, times its tokens; whole sequences decide, so no layout matters
-            excess = excess * (tools.gather(excess).sum(0) > 0)
+            excess = excess * (tools.total(excess) > 0)
         weight = self.options.cost_weight * ramp(tools.step, self.options.ramp_start, self.options.ramp_end)
         return weight * excess.sum()
 
