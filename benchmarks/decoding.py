@@ -7,9 +7,11 @@ depth   time and FLOPs saved where 30, 50 and 70 % of a token's passes are left 
         bytes of keys and values; all rows alternate within one run, and medians are shown
 copy    a model of four fixed passes, one text: bytes of weights read a second against the rate of a plain copy
 queue   tokens a second of a queue of four batches, against the export's `generate` in transformers, batch after batch
+speculate   greedy texts of trained runs (--runs), drafted by their early passes: tokens a round, and traversals of the
+        layers a token, which is what a text costs where reading the weights bounds it, against those without drafts
 
-The model has random weights; the depth of each token is set with `pruned_ponderlm`, so that it is exact.  Writes
-decoding-<device>.{json,md} into the folder of results.
+But for `speculate`, the model has random weights; the depth of each token is set with `pruned_ponderlm`, so that it is
+exact.  Writes decoding-<device>.{json,md} into the folder of results.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import time
 from collections.abc import Callable
 from copy import copy
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +34,8 @@ from megaponder.decoding.cache import PonderCache
 from megaponder.export.modeling_megaponder import MegaponderConfig, MegaponderForCausalLM
 from megaponder.inference.batching import DepthBatch
 from megaponder.inference.fp8 import quantise
+from megaponder.inference.generate import load
+from megaponder.inference.speculate import speculate
 
 SIZES = {
     "tiny": (2, 64, 4, 176),
@@ -112,7 +117,7 @@ def by_depth(size: str, dtype: str, args: Any) -> list[dict[str, Any]]:
         works: dict[tuple[str, float], Callable[[], dict[str, float]]] = {}
         for depth, net in nets.items():
             works["prompt", depth] = partial(read, net, prompt)
-            engine = DepthBatch(net, rows=batch, tokens=max(256, args.new + 16))
+            engine = DepthBatch(net, rows=batch, tokens=max(256 if GPU else 0, args.new + 16))
             works["decode", depth] = partial(write_texts, engine, batch, args)
         times: dict[tuple[str, float], list[float]] = {key: [] for key in works}
         done: dict[tuple[str, float], dict[str, float]] = {}
@@ -188,16 +193,29 @@ def against_copy(size: str, dtype: str, args: Any) -> dict[str, Any]:
     """One text of a model with four fixed passes."""
     rate = copy_rate()
     net = build(size, "loop", {"extra_passes": 3}, dtype, args.vocab)
-    engine, prompt = DepthBatch(net, rows=1, tokens=256), texts(1, 16, 16, args.vocab)
-    engine.run(prompt, args.new)
-    seconds = statistics.median(timed(lambda: engine.run(prompt, args.new)) for _ in range(args.rounds))
-    weights = sum(x.numel() * x.element_size() for layer in net.model.layers for x in layer.state_dict().values())
-    head = net.lm_head.weight
-    read = 4 * weights + head.numel() * head.element_size()  # the head is needed once a token
-    row = {"size": size, "dtype": dtype, "ms_a_token": 1e3 * seconds / args.new, "copy_tb_s": rate / 1e12,
-           "read_tb_s": read * args.new / seconds / 1e12, "of_copy": read * args.new / seconds / rate}  # fmt: skip
+    seconds = token_seconds(DepthBatch(net, rows=1, tokens=256), args)
+    read = token_bytes(net)
+    row = {"size": size, "dtype": dtype, "ms_a_token": 1e3 * seconds, "copy_tb_s": rate / 1e12,
+           "read_tb_s": read / seconds / 1e12, "of_copy": read / seconds / rate}  # fmt: skip
     print(row, flush=True)
     return row
+
+
+def token_seconds(engine: DepthBatch, args: Any) -> float:
+    """Of decoding a token of one text, without its prompt: of a text of three times the tokens, what is more."""
+    prompt = texts(1, 16, 16, args.vocab)
+    engine.run(prompt, 3 * args.new)
+    spent = {
+        count: statistics.median(timed(partial(engine.run, prompt, count)) for _ in range(args.rounds))
+        for count in (args.new, 3 * args.new)
+    }
+    return (spent[3 * args.new] - spent[args.new]) / (2 * args.new)
+
+
+def token_bytes(net: Any) -> int:
+    """Weights that a token of four passes reads: the layers four times, the head once."""
+    layers = sum(x.numel() * x.element_size() for layer in net.model.layers for x in layer.state_dict().values())
+    return 4 * layers + net.lm_head.weight.numel() * net.lm_head.weight.element_size()
 
 
 def against_export(size: str, dtype: str, method: str, options: dict[str, Any], args: Any) -> dict[str, Any]:
@@ -227,6 +245,42 @@ def against_export(size: str, dtype: str, method: str, options: dict[str, Any], 
     return row
 
 
+PROMPTS = (
+    "import os", "def __init__(self, ", "class Error(Exception):", "The import statement", "Return a string that ",
+    "for i in range(", "If the argument is ", "    return self._",
+)  # fmt: skip
+"""Of texts like those that the demo's models are trained on."""
+
+
+def drafted(run: Path, args: Any) -> list[dict[str, Any]]:
+    """A trained run's greedy texts without drafts, and with drafts of the first passes."""
+    loaded = load(run, device="cuda" if GPU else "cpu")
+    model, method = loaded.model.double(), loaded.model.ponder.stepwise()  # equal texts: no rounding decides a word
+    prompts = loaded.tokenizer.encode_batch(list(PROMPTS))
+    plain: list[Any] = []
+    rows = []
+
+    def write_plain() -> None:
+        plain[:] = DepthBatch(model, rows=1, tokens=256).run(prompts, args.new)
+
+    base = timed(write_plain) / sum(len(x.tokens) for x in plain)
+    want = [x.tokens for x in plain]
+    without = statistics.mean(d for x, p in zip(plain, prompts, strict=True) for d in x.depths[len(p) - 1 :])
+    for by in range(1, method.deepest()):
+        for count in (2, 4):
+            made: list[Any] = []
+            call = partial(speculate, model, most=args.new, drafted=count, by=by)
+            seconds = timed(lambda made=made, call=call: made.extend(call(p) for p in prompts))  # type: ignore[misc]
+            assert [x.tokens for x in made] == want, "the text with drafts differs"
+            tokens = sum(len(x.tokens) for x in made)
+            row = {"method": model.ponder.name, "by": by, "drafted": count, "without": without,
+                   "a_round": tokens / sum(x.rounds for x in made), "ms": 1e3 * seconds / tokens,
+                   "traversals": sum(x.traversals for x in made) / tokens, "ms_without": 1e3 * base}  # fmt: skip
+            print(row, flush=True)
+            rows.append(row)
+    return rows
+
+
 def table(found: dict[str, list[dict[str, Any]]], args: Any) -> str:
     """The Markdown report."""
     lines = [f"# Decoding by depth\n\n{origin()}. Llama shapes, vocabulary {args.vocab:,}, random weights.\n"]
@@ -249,13 +303,25 @@ def table(found: dict[str, list[dict[str, Any]]], args: Any) -> str:
         lines.append("")
     if rows := found["copy"]:
         lines += [
-            "Four fixed passes (`loop`), one text: weights read against a copy (bytes read and written).\n",
+            "Four fixed passes (`loop`), decoding one text: weights read against a copy (bytes read and written).\n",
             "| model | ms a token | weights read TB/s | copy TB/s | share |",
             "|---|---|---|---|---|",
         ]
         lines += [
             f"| {r['size']} {r['dtype']} | {r['ms_a_token']:.2f} | {r['read_tb_s']:.2f} | {r['copy_tb_s']:.2f} | "
             f"{r['of_copy']:.2f} |"
+            for r in rows
+        ] + [""]
+    if rows := found.get("speculate", []):
+        lines += [
+            f"Drafts by early passes: {len(PROMPTS)} prompts, {args.new} new tokens each, greedy; the texts are those "
+            "without drafts. Traversals of the layers a token: for one token or for all that a round verifies.\n",
+            "| method | passes that draft | drafted | tokens a round | traversals a token | without drafts | saved |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        lines += [
+            f"| `{r['method']}` | {r['by']} | {r['drafted']} | {r['a_round']:.2f} | {r['traversals']:.2f} | "
+            f"{r['without']:.2f} | {1 - r['traversals'] / r['without']:.0%} |"
             for r in rows
         ] + [""]
     if rows := found["queue"]:
@@ -275,11 +341,12 @@ def table(found: dict[str, list[dict[str, Any]]], args: Any) -> str:
 @script
 def main(argv: list[str] | None = None) -> None:
     options = parser("decoding", __doc__)
-    options.add_argument("parts", nargs="+", choices=("depth", "copy", "queue"), help="what to measure")
+    options.add_argument("parts", nargs="+", choices=("depth", "copy", "queue", "speculate"), help="what to measure")
     default = ["1.4b"] if GPU else ["410m"]
     options.add_argument("--sizes", nargs="+", choices=SIZES, default=default, help="models; a queue runs the first")
     formats = ("bf16", "fp8") if GPU else ("fp32", "bf16")
     options.add_argument("--dtypes", nargs="+", choices=formats, default=[formats[0]], help="formats of the layers")
+    options.add_argument("--runs", nargs="*", type=Path, default=[], metavar="RUN", help="trained runs that speculate")
     options.add_argument("--batches", nargs="+", type=number(1), default=[1, 8, 32], help="texts at once")
     for name, kind, value, what in (
         ("vocab", number(32), 50304, "vocabulary"),
@@ -290,7 +357,7 @@ def main(argv: list[str] | None = None) -> None:
         options.add_argument(f"--{name}", type=kind, default=value, help=f"{what}; default: {value}")
     add_output(options)
     args = options.parse_args(argv)
-    found: dict[str, list[dict[str, Any]]] = {"depth": [], "copy": [], "queue": []}
+    found: dict[str, list[dict[str, Any]]] = {"depth": [], "copy": [], "queue": [], "speculate": []}
     name = "decoding-cuda" if GPU else "decoding-cpu"
 
     def keep(part: str, rows: list[dict[str, Any]]) -> None:
@@ -300,6 +367,9 @@ def main(argv: list[str] | None = None) -> None:
         if GPU:
             torch.cuda.empty_cache()
 
+    if "speculate" in args.parts:
+        for run in args.runs:
+            keep("speculate", drafted(run, args))
     for dtype in args.dtypes:
         if "copy" in args.parts:
             for size in args.sizes[1:]:

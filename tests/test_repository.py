@@ -32,7 +32,7 @@ LAYERS = [
 """From below.  A module imports from its own layer or from those below, in functions and for type checks too."""
 DISTRIBUTIONS = {"megatron": "megatron-core", "ruamel": "ruamel.yaml", "huggingface_hub": "transformers"}
 """Import names that differ from their distribution, or that come with another one."""
-PROBED = {"transformer_engine", "fused_weight_gradient_mlp_cuda", "pydoc_data"}
+PROBED = {"transformer_engine", "fused_weight_gradient_mlp_cuda", "pydoc_data", "triton"}
 """Used where they are there; never required."""
 
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megaponder.decoding.configuration import MegaponderConfig
-from megaponder.decoding.paged import PagedView
 from megaponder.decoding.passes import View
 from megaponder.decoding.rotary import frequencies
 
@@ -155,7 +154,7 @@ class Attention(nn.Module):
         q, k = rotate(q, tables, self.adjacent), rotate(k, tables, self.adjacent)
         if self.qk_norm == "rotated":
             q, k = unit(q), unit(k)
-        if isinstance(view, PagedView):
+        if view.attends:
             out = view.attend(self, entry, q, k, v)
             return self.o_proj(out.transpose(1, 2).flatten(2)), k, v
         k, v, own_k, own_v = view.join(entry, k, v, before)

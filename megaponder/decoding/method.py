@@ -74,6 +74,13 @@ class DecodingMethod:
         """The method as these `arguments` change it; ValueError for invalid values."""
         return self
 
+    why_not_batched: ClassVar[str] = "it has no passes that tokens run by themselves"
+    """Why there is no `stepwise` form: the end of a sentence."""
+
+    def stepwise(self) -> Any:
+        """The method as a `Stepwise` whose passes tokens can run by themselves; None if it has no such form."""
+        return None
+
     def in_generation(self) -> dict[str, Any]:
         """Arguments of `forward` in `generate`, if the caller gives none."""
         return {}

@@ -7,7 +7,7 @@ knows the pages.  So it takes methods whose passes have one row for each token.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,12 +20,12 @@ from megaponder.decoding.passes import Run, View
 class PagedView(View):
     """A pass over the rows of a batch in pages."""
 
+    attends: ClassVar[bool] = True
     pages: Any = None
     given: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the attention function."""
 
     def attend(self, module: Any, entry: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[b, heads, r, d] of queries [b, heads, r, d] and this pass's keys and values [b, groups, r, d]."""
         given = dict(self.given)  # the cache changes it
         k, v = self.pages.update(k, v, entry, given)
         function = ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ Values = Callable[[int, Tensor, Tensor], Tensor]
 class View:
     """What the rows of one pass read: a mask and weights over keys, and where the keys come from."""
 
+    attends: ClassVar[bool] = False
+    """Whether the view computes attention itself, by `attend`."""
     positions: Tensor
     """[b, r] RoPE positions of the rows."""
     mask: Tensor | None
@@ -63,6 +65,10 @@ class View:
     def kept(self, before: tuple[Tensor, ...], k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """`before` of the next pass."""
         return k, v
+
+    def attend(self, module: Any, entry: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """[b, heads, r, d] of queries [b, heads, r, d] and this pass's keys and values [b, groups, r, d]."""
+        raise NotImplementedError
 
     def spread(self, q: Tensor) -> Tensor:
         """Queries [b, heads, r, d] as attention computes them."""

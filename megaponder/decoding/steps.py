@@ -68,6 +68,10 @@ class Stepwise(DecodingMethod):
     """Whether tokens may stop before the deepest pass."""
     merge: ClassVar[bool] = False
     """Whether a pass reads the keys of all passes before it, instead of one key a token (see `Slots`)."""
+    every: ClassVar[bool] = False
+    """Whether a pass reads the rows of all passes of earlier tokens, so that tokens can only run in order."""
+    weighs: ClassVar[bool] = False
+    """Whether "key" of a state [...] is added to the attention logits of its row's key."""
     extends: ClassVar[bool] = False
     """Whether tokens can run more passes than the model was trained with."""
     arguments = ("passes", "threshold", "kv_budget")
@@ -103,6 +107,9 @@ class Stepwise(DecodingMethod):
     def separable(self) -> bool:
         """Whether a token's passes end where it is read out, so that each can be run by itself."""
         return self.halts or type(self).hidden is Stepwise.hidden
+
+    def stepwise(self) -> Stepwise | None:
+        return self if self.separable else None
 
     def trained(self) -> int:
         """The most passes of a token, as trained."""

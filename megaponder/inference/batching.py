@@ -3,7 +3,7 @@
 A row that halts takes its next token in the very next step, so no row waits for deeper ones, and a text that ends makes
 room for the next of the queue.  A row takes one slot of keys and values a step (with a budget, in the end one that it
 has): memory is the sum of depths, in pages.  Prompts run all but their last token beforehand, in chunks, each pass with
-the rows that go on.
+the rows that go on; where every row reads all rows before it, they run token by token, as texts do.
 
 On a GPU the layer is compiled, steps are captured as CUDA graphs, by number of rows and of keys, and nothing waits for
 the host between looks at which texts have ended.
@@ -21,14 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaponder.decoding.backbone import feature, rotary_tables, wide
-from megaponder.decoding.passes import View
+from megaponder.decoding.backbone import feature, wide
 from megaponder.decoding.slots import Slots
-from megaponder.decoding.steps import State, Stepwise
+from megaponder.decoding.steps import State
 from megaponder.errors import UserError
+from megaponder.inference.book import PAGE, Book, begin_step, compiled_steps, end_step
+from megaponder.inference.one_row import Stack, has_kernels
 
-PAGE = 16
-"""Slots of a page."""
 KEYS = 256
 """Captured steps read a multiple of so many keys."""
 LOOK = 8
@@ -109,10 +108,16 @@ class Pages(Slots):
             self.page[row, begin : begin + lacking] = torch.tensor(new, device=self.page.device)
         return True
 
+    def trim(self, row: int, slots: int) -> None:
+        """Take back the pages of a row that so many slots do not need."""
+        keep = -(-slots // PAGE)
+        self.free += reversed(self.owned[row][keep:])
+        del self.owned[row][keep:]
+
     def release(self, row: int) -> None:
         """Take a row's pages back."""
-        self.free += reversed(self.owned[row])
-        self.owned[row], self.cursor[row] = [], 0
+        self.trim(row, 0)
+        self.cursor[row] = 0
 
     def allot(self, index: int, seq: Tensor, token: Tensor, weight: Tensor | None = None) -> Tensor:
         if 0 < self.budget <= index:
@@ -136,82 +141,13 @@ class Pages(Slots):
         return self.keys[layer], self.values[layer]
 
 
-@dataclass
-class OneEach(View):
-    """One row [1, n, H] of each of n texts, and where it reads and writes in one layer."""
-
-    k: Tensor
-    v: Tensor
-    slots: Tensor
-    """[n] new ones."""
-    table: Tensor
-    """[n, k] slots that each row may read, as far as `mask` [n, 1, 1, k] says."""
-
-    def join(self, entry: int, k: Tensor, v: Tensor, before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        self.k.index_copy_(0, self.slots, k[0].transpose(0, 1))
-        self.v.index_copy_(0, self.slots, v[0].transpose(0, 1))
-        return self.k[self.table].transpose(1, 2), self.v[self.table].transpose(1, 2), k, v
-
-    def spread(self, q: Tensor) -> Tensor:
-        return q.transpose(0, 2)
-
-    def collected(self, out: Tensor) -> Tensor:
-        return out.transpose(0, 2)
-
-
-def one_each(at: Tensor, k: Tensor, v: Tensor, slot: Tensor, found: Tensor, mask: Tensor) -> OneEach:
-    """The view of rows at positions `at` [n], with mask [n, k]."""
-    return OneEach(at[None], mask[:, None, None], None, None, None, k, v, slot, found)
-
-
-class Stack:
-    """The layers of a model over one row of each text; compiled once for all, with their weights as arguments."""
-
-    def __init__(self, model: Any, compiled: bool):
-        self.net = model.model
-        self.weights = [dict([*layer.named_parameters(), *layer.named_buffers()]) for layer in self.net.layers]
-        self.layer = self._layer if compiled else None
-        if compiled:
-            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-            options: dict[str, Any] = {
-                "coordinate_descent_tuning": True
-            }  # a product with one row becomes a fused reduction
-            self.layer = torch.compile(self._layer, options=options if model.device.type == "cuda" else None)
-
-    @staticmethod
-    def of(model: Any, compiled: bool) -> Stack:
-        """The model's own, so that it is compiled once however many batches are made."""
-        if not compiled:
-            return Stack(model, False)
-        if not hasattr(model.model, "compiled_stack"):
-            model.model.compiled_stack = Stack(model, True)
-        found: Stack = model.model.compiled_stack
-        return found
-
-    def _layer(
-        self, weights: dict[str, Tensor], x: Tensor, tables: Any, at: Tensor, k: Tensor, v: Tensor, *where: Tensor
-    ) -> Tensor:
-        args = (x, None, tables, one_each(at, k, v, *where), 0)
-        out: Tensor = torch.func.functional_call(self.net.layers[0], weights, args)[0]
-        return out
-
-    def __call__(self, x: Tensor, at: Tensor, slots: Slots, *where: Tensor) -> Tensor:
-        """[n, H] of x [n, H], without the final norm."""
-        x, tables = x[None], rotary_tables(self.net.config, at[None], x.dtype)
-        for layer, weights, k, v in zip(self.net.layers, self.weights, slots.keys, slots.values, strict=True):
-            if self.layer is None:
-                x = layer(x, None, tables, one_each(at, k, v, *where), 0)[0]
-            else:
-                x = self.layer(weights, x, tables, at, k, v, *where)
-        return x[0]
-
-
 class DepthBatch:
-    """Continues texts with a model of `megaponder.decoding` whose method is `Stepwise`.
+    """Continues texts with a model of `megaponder.decoding` whose method has a `stepwise` form.
 
     rows: texts in work at once.  tokens: of the longest text.  pages: of keys and values, 16 slots each; by default
     enough for every row at full depth.  With fewer, texts give way when there are none left, and go on later.
-    graphs: capture steps as CUDA graphs; compiled: run layers through torch.compile (both by default on GPUs).
+    graphs: capture steps as CUDA graphs; compiled: run layers through torch.compile; kernels: attention, and Llama's
+    layers for one text, by Triton kernels (all by default on GPUs).
     """
 
     def __init__(
@@ -230,14 +166,16 @@ class DepthBatch:
         top_p: float = 1.0,
         graphs: bool | None = None,
         compiled: bool | None = None,
+        kernels: bool | None = None,
     ):
-        method = model.ponder
-        if not isinstance(method, Stepwise) or not method.separable:
-            raise UserError(f"method {method.name} cannot be batched by depth; its texts run as one padded batch.")
-        self.model, self.method = (
-            model,
-            method.using({"passes": passes, "threshold": threshold, "kv_budget": kv_budget}),
-        )
+        method: Any = model.ponder
+        if method.stepwise() is None:
+            raise UserError(
+                f"method {method.name} cannot be batched by depth: {method.why_not_batched}; its texts run as one "
+                "padded batch."
+            )
+        method = method.stepwise().using({"passes": passes, "threshold": threshold, "kv_budget": kv_budget})
+        self.model, self.method = model, method
         for name in ("gates", "budget", "router"):  # computed in FP32: cast once instead of in every step
             if name in model.method and model.dtype.itemsize < 4:
                 model.method[name].float()
@@ -254,20 +192,25 @@ class DepthBatch:
         each = -(-self.tokens * self.slots_each // PAGE)
         pages = rows * each if pages is None else pages
         self.slots = Pages(model, rows, self.deepest, self.tokens, pages, method.merge, self.budget)
-        self._stack = Stack.of(model, cuda if compiled is None else compiled)
-        self._steps: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self.compiled = cuda if compiled is None else compiled
+        self._stack = Stack.of(model, self.compiled, has_kernels(model) if kernels is None else kernels)
+        self._steps: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         device = model.device
-        self.text = torch.zeros(rows + 1, self.tokens + 1, dtype=torch.long, device=device)
-        self.depth = torch.zeros(rows + 1, self.tokens, dtype=torch.long, device=device)
-        # by row: the token in work, its next pass, the slots used, the length at which the text ends
-        self.at, self.index, self.used, self.most = (
-            torch.zeros(rows + 1, dtype=torch.long, device=device) for _ in range(4)
+        text = torch.zeros(rows + 1, self.tokens + 1, dtype=torch.long, device=device)
+        at, index, used, known, most = (torch.zeros(rows + 1, dtype=torch.long, device=device) for _ in range(5))
+        live, pages_of = torch.zeros(rows + 1, dtype=torch.bool, device=device), self.slots
+        depth = torch.zeros(rows + 1, self.tokens, dtype=torch.long, device=device)
+        self.book = Book(
+            text, depth, at, index, used, known, most, live, pages_of.page, pages_of.table, pages_of.pass_of
         )
-        self.live = torch.zeros(rows + 1, dtype=torch.bool, device=device)
+        if method.weighs:
+            self.slots.weight = torch.zeros(len(self.slots.pass_of), device=device)
+        self._ends = compiled_steps() if self.compiled else (begin_step, end_step)
         first = torch.zeros(rows + 1, dtype=torch.long, device=device)
         self.state: State = self.method.begin(model, first, first)
         self.lanes: dict[int, Tensor] = {}
+        self._pass: dict[int, int] = {}  # the next pass of each row's token, where no token halts
 
     @torch.no_grad()
     def run(self, prompts: Iterable[list[int]], max_new_tokens: int) -> list[Continuation]:
@@ -306,26 +249,31 @@ class DepthBatch:
             queue.popleft()
             work[row] = request
             new.append(row)
-            self.text[row, : len(request.text)] = torch.tensor(request.text, device=self.text.device)
+            self.book.text[row, : len(request.text)] = torch.tensor(request.text, device=self.book.text.device)
             self.slots.table[row] = -1
         if not new:
             return
-        self._prompts({row: work[row].text[:-1] for row in new})
-        rows = torch.tensor(new, device=self.text.device)
-        last = [len(work[row].text) - 1 for row in new]
+        known = [len(work[row].text) for row in new]
+        last = [0 if self.method.every else n - 1 for n in known]
+        self._prompts({row: work[row].text[:n] for row, n in zip(new, last, strict=True)})
+        for row in new:  # tokens that halted need less than was reserved
+            self.slots.trim(row, self.slots.cursor[row] + self.look)
+        rows = torch.tensor(new, device=self.book.text.device)
         used, most = ([self.slots.cursor[row] for row in new], [work[row].most for row in new])
-        for tensor, values in ((self.at, last), (self.used, used), (self.most, most)):
+        book = self.book
+        for tensor, values in ((book.at, last), (book.used, used), (book.known, known), (book.most, most)):
             tensor[rows] = torch.tensor(values, device=rows.device)
-        self.index[rows], self.live[rows] = 0, True
-        self._at = self.at.tolist()
+        self.book.passed[rows], self.book.live[rows] = 0, True
+        self._at = self.book.at.tolist()
+        self._pass |= dict.fromkeys(new, 0)
 
     def _prompts(self, texts: dict[int, list[int]]) -> None:
         """Keys and values of prompts, in chunks of rows."""
         cells = [(row, i, word) for row, text in texts.items() for i, word in enumerate(text)]
         for begin in range(0, len(cells), self.chunk):
-            seq, token, ids = torch.tensor(cells[begin : begin + self.chunk], device=self.text.device).T
+            seq, token, ids = torch.tensor(cells[begin : begin + self.chunk], device=self.book.text.device).T
             _, depth = self.method.passes(self.model, ids, token, seq, token, self.slots)
-            self.depth[seq, token] = depth
+            self.book.depth[seq, token] = depth
             self.counts.prompt_rows += int(depth.sum())
 
     def _make_room(self, queue: deque[Request], work: dict[int, Request]) -> None:
@@ -336,9 +284,9 @@ class DepthBatch:
                 if weakest == row and len(work) == 1:
                     raise UserError("one text needs more pages of keys and values than there are; give more.")
                 request = work.pop(weakest)
-                at = int(self.at[weakest])
-                request.text = self.text[weakest, : at + 1].tolist()
-                self.live[weakest] = False
+                at = int(self.book.at[weakest])
+                request.text = self.book.text[weakest, : max(at + 1, len(request.text))].tolist()
+                self.book.live[weakest] = False
                 self.slots.release(weakest)
                 queue.appendleft(request)
                 self.counts.preempted += 1
@@ -348,15 +296,15 @@ class DepthBatch:
 
     def _collect(self, work: dict[int, Request], out: dict[int, Continuation]) -> None:
         """Hand out texts that have ended, and free their rows."""
-        live, at, used = torch.stack([self.live.long(), self.at, self.used]).tolist()
+        live, at, used = torch.stack([self.book.live.long(), self.book.at, self.book.used]).tolist()
         self._at = at
         for row in list(work):
             self.slots.cursor[row] = used[row]
             if live[row]:
                 continue
             request = work.pop(row)
-            words = self.text[row, request.prompt : at[row] + 1].tolist()
-            out[request.number] = Continuation(words, self.depth[row, : at[row]].tolist())
+            words = self.book.text[row, request.prompt : at[row] + 1].tolist()
+            out[request.number] = Continuation(words, self.book.depth[row, : at[row]].tolist())
             self.slots.release(row)
 
     def _advance(self, rows: list[int]) -> None:
@@ -364,91 +312,69 @@ class DepthBatch:
         longest = self.look + max(self.slots.cursor[row] if self.slots.merge else self._at[row] + 1 for row in rows)
         self.counts.steps += self.look
         self.counts.rows += self.look * len(rows)
+        reads = [self._read(rows) for _ in range(self.look)]
         if not self.graphs:
-            for _ in range(self.look):
-                self._step(torch.tensor(rows, device=self.text.device), longest)
+            for read in reads:
+                self._step(torch.tensor(rows, device=self.book.text.device), longest, read)
             return
         size = 1 << (len(rows) - 1).bit_length()
         keys = -(-longest // KEYS) * KEYS
-        lane = self.lanes.setdefault(size, torch.empty(size, dtype=torch.long, device=self.text.device))
+        lane = self.lanes.setdefault(size, torch.empty(size, dtype=torch.long, device=self.book.text.device))
         lane.copy_(torch.tensor(rows + [self.rows] * (size - len(rows))))
-        if (size, keys) not in self._steps:
-            self._capture(lane, size, keys)
-        for _ in range(self.look):
-            self._steps[size, keys].replay()
+        for read in reads:
+            if (size, keys, read) not in self._steps:
+                self._capture(lane, size, keys, read)
+            self._steps[size, keys, read].replay()
 
-    def _capture(self, lane: Tensor, size: int, keys: int) -> None:
+    def _read(self, rows: list[int]) -> bool:
+        """Whether a token of these rows may end in the next step: the head is left out if none does."""
+        if self.method.halts:
+            return True
+        last = any(self._pass[row] == self.deepest - 1 for row in rows)
+        self._pass |= {row: (self._pass[row] + 1) % self.deepest for row in rows}
+        return last
+
+    def _capture(self, lane: Tensor, size: int, keys: int, read: bool) -> None:
         before = [x.clone() for x in self._memory()]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._step(lane, keys)
+            self._step(lane, keys, read)
         torch.cuda.current_stream().wait_stream(stream)
         for x, old in zip(self._memory(), before, strict=True):
             x.copy_(old)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            self._step(lane, keys)
+            self._step(lane, keys, read)
         self._pool = graph.pool() if self._pool is None else self._pool
-        self._steps[size, keys] = graph
+        self._steps[size, keys, read] = graph
         self.counts.graphs += 1
 
     def _memory(self) -> list[Tensor]:
         """What a step changes, but for slots that are written again before they are read."""
-        fixed = [self.text, self.depth, self.at, self.index, self.used, self.live, self.slots.table, self.slots.pass_of]
-        return fixed + [self.state[name] for name in sorted(self.state)]
+        return [*self.book, *(self.state[name] for name in sorted(self.state))]
 
-    def _step(self, lane: Tensor, keys: int) -> None:
-        """One pass of the rows `lane` [n], each its own, all of which read at most `keys` keys."""
-        model, slots, method = self.model, self.slots, self.method
-        at, index, used, live = self.at[lane], self.index[lane], self.used[lane], self.live[lane]
+    def _step(self, lane: Tensor, keys: int, read: bool) -> None:
+        """One pass of the rows `lane` [n], each its own, which read at most `keys` keys; `read`: tokens may end."""
+        model, method = self.model, self.method
+        begin, end = self._ends
+        step = begin(self.book, lane, keys, method.merge, method.every, self.window, self.budget)
+        at, index = step.at, step.passed
         state = {name: x[lane] for name, x in self.state.items()}
-        ids = self.text[lane, at]
-        for name, x in method.begin(model, ids, at).items():
+        for name, x in method.begin(model, step.word, at).items():
             first = (index == 0).view(-1, *[1] * (x.dim() - 1))
             state[name] = torch.where(first, x, state[name])
-        slot, fresh = slots.page[lane, used // PAGE] * PAGE + used % PAGE, live
-        if 0 < self.budget < self.deepest:
-            fresh = live & (index < self.budget)
-            slot = torch.where(fresh, slot, slots.table[lane, (index - self.budget).clamp(min=0), at])
-        slot = torch.where(live, slot, 0)
-        found, mask = self._keys(lane, slot, at, index, used, keys)
-        h = self._stack(state["x"], at, slots, slot, found, mask)
+        weight = self.slots.weight
+        if weight is not None:
+            weight[step.slot] = state["key"].to(weight.dtype)
+            weight = weight[step.found]
+        h = self._stack(state["x"], at, self.slots, step.slot, step.found, step.mask, weight)
         go_on = torch.as_tensor(method.leave(model, index, h, state, at), device=h.device)
-        word = self._sample(model, state["out"], go_on)
+        word = self._sample(model, state["out"], go_on) if read else step.word
         self._enter(index, state, go_on)
         for name, x in self.state.items():
             x[lane] = state[name].to(x.dtype)
-        ends = live & ~go_on
-        self.depth[lane, at] = torch.where(ends, index + 1, self.depth[lane, at])
-        self.text[lane, at + 1] = torch.where(ends, word, self.text[lane, at + 1])
-        at = at + ends
-        over = ends & (at + 1 >= self.most[lane])
-        if self.eos is not None:
-            over = over | (ends & (word == self.eos))
-        self.at[lane], self.used[lane] = at, used + fresh
-        self.index[lane] = torch.where(go_on, index + 1, 0)
-        self.live[lane] = live & ~over
-
-    def _keys(
-        self, lane: Tensor, slot: Tensor, at: Tensor, index: Tensor, used: Tensor, keys: int
-    ) -> tuple[Tensor, Tensor]:
-        """Slots [n, k] that rows may read, as far as a mask [n, k] says; notes `slot` [n], the new ones."""
-        slots, order = self.slots, torch.arange(keys, device=lane.device)
-        slots.pass_of[slot] = index.to(torch.int8)
-        if slots.merge:
-            inside = order.clamp(max=slots.page.shape[1] * PAGE - 1)
-            found = slots.page[lane[:, None], inside // PAGE] * PAGE + inside % PAGE
-            return found, (order <= used[:, None]) & (slots.pass_of[found] <= index[:, None])
-        depths = torch.arange(slots.table.shape[1], device=lane.device)
-        place = (lane[:, None], depths, at[:, None])
-        takes = (depths % self.budget if self.budget else depths) >= index[:, None]
-        slots.table[place] = torch.where(takes, slot[:, None], slots.table[place])
-        found = slots.table[lane[:, None], index[:, None], order.clamp(max=slots.table.shape[2] - 1)]
-        there = order <= at[:, None]
-        if self.window:
-            there = there & (order > at[:, None] - self.window)
-        return torch.where(there, found, 0), there
+        end(self.book, lane, step, go_on, word, self.eos)
 
     def _sample(self, model: Any, out: Tensor, go_on: Tensor) -> Tensor:
         """[n] the next token of rows that halt."""

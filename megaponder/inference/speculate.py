@@ -26,6 +26,8 @@ class Speculation:
     tokens: list[int]
     rounds: int
     """Of drafting and verifying."""
+    traversals: int
+    """Of the layer stack, for one token or for several at once: on a GPU, how often all weights are read."""
 
     @property
     def mean_length(self) -> float:
@@ -59,6 +61,7 @@ def speculate(
 class _Speculator:
     def __init__(self, model: Any, method: Stepwise, by: int):
         self.model, self.method, self.by = model, method, by
+        self.traversals = 0
         self.early = method.using({"passes": by})
         self.slots = Slots(1, method.merge, device=model.device)
 
@@ -81,7 +84,7 @@ class _Speculator:
             if held < count - 1:  # the tokens after the first wrong draft were never there
                 self.slots.table[:, :, begin + held + 1 :] = -1
                 self.slots.compact()
-        return Speculation(text[len(prompt) :], rounds)
+        return Speculation(text[len(prompt) :], rounds, self.traversals)
 
     def _draft(self, word: int, begin: int, count: int) -> tuple[list[int], list[int]]:
         """(drafted, verified) words that follow tokens `begin` .. begin + count - 1."""
@@ -125,6 +128,7 @@ class _Speculator:
 
     def _pass(self, index: int, state: State, at: Tensor) -> Tensor:
         net = self.model.model
+        self.traversals += 1
         view = packed(self.slots, len(net.layers), index, torch.zeros_like(at), at, at)
         h: Tensor = net.stack(state["x"][None], index, view)[0]
         return h

@@ -26,6 +26,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "pruned_ponderlm": {"steps": 3, "depth": 2.4},
     "confident_ponderlm": {"steps": 2, "threshold": 0.06},
     "ouro": {"loops": 3, "threshold": 0.7, "skips_loops": True},
+    **{name: models.METHODS[name] for name in models.LATENT},
 }
 NEW = 12
 CASES = [
@@ -62,6 +63,8 @@ def test_text_and_depths_are_those_of_one_text_alone(method: str, family: str) -
         got = batch.run(prompts(), NEW)
         assert [(x.tokens, x.depths) for x in got] == want
         assert batch.slots.free and sorted(batch.slots.free) == list(range(1, len(batch.slots.free) + 1))
+        # pages cost each text at most a page, less one slot, beyond the sum of depths and the steps until the next look
+        assert batch.counts.most_pages * PAGE <= batch.counts.most_slots + rows * (PAGE - 1 + batch.look)
         if not batch.counts.preempted:  # each pass that a token runs is one row of one step
             assert batch.counts.rows + batch.counts.prompt_rows == sum(sum(depths) for _, depths in want)
 

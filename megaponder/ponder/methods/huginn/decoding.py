@@ -73,6 +73,7 @@ class Recurrent(DecodingMethod):
     """Prelude, a core that is repeated from a random state, and coda."""
 
     needs_ids = True  # they seed the noise
+    why_not_batched = "its first and last layers run once a token, and those between several times"
     training_only: ClassVar[tuple[str, ...]] = ("draw", "draw_from", "draw_to", "grow_steps", "grow", "kept")
     arguments = ("passes", "exit_below", "exit_by", "kv_budget", "kv_rule")
     as_trained = {"exit_below": 0.0, "kv_budget": 0}

@@ -23,9 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaponder.decoding.backbone import wide
 from megaponder.decoding.cache import Rows
 from megaponder.decoding.method import DecodingMethod
 from megaponder.decoding.passes import Run, View
+from megaponder.decoding.steps import State, Stepwise, flag
 
 
 class Latents(DecodingMethod):
@@ -71,6 +73,13 @@ exact recursion.  `generate` refines prompts until nothing changes, so that text
     def readout(self, h: Tensor, a: Tensor | None, hard: bool) -> Tensor:
         """[b, n, H] of the states of the slots [b, n, slots, H]."""
         return h[:, :, -1]
+
+    def granted(self, a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(weight, whether it is run, share of the read-out) [..., K + 1] of every slot, by router logits."""
+        raise NotImplementedError
+
+    def stepwise(self) -> Stepwise:
+        return SlotSteps(self)
 
     def _sequences(self, model: Any, words: Tensor, run: Run) -> Tensor:
         net, most, jacobi = model.model, self.options["latents"], run.given["jacobi"]
@@ -126,3 +135,56 @@ exact recursion.  `generate` refines prompts until nothing changes, so that text
             states.append(h)
             x = self.feed(model, h)
         return self.readout(torch.stack(states, dim=2), a, hard=True)
+
+
+class SlotSteps(Stepwise):
+    """The recursion itself: slot after slot, each a pass whose row reads all rows before it."""
+
+    merge = every = True
+
+    def __init__(self, form: Latents):
+        self.form, self.config, self.options = form, form.config, form.options
+        self.routed = type(form).granted is not Latents.granted
+
+    @property
+    def halts(self) -> bool:  # type: ignore[override]
+        return self.routed
+
+    @property
+    def weighs(self) -> bool:  # type: ignore[override]
+        return self.routed
+
+    def using(self, given: dict[str, Any]) -> SlotSteps:
+        if any(value is not None for value in given.values()):
+            raise ValueError(f"method {self.form.name} takes no passes or threshold")
+        return self
+
+    def trained(self) -> int:
+        return int(self.options["latents"]) + 1
+
+    def begin(self, model: Any, ids: Tensor, positions: Tensor) -> State:
+        state = super().begin(model, ids, positions)
+        if not self.routed:
+            return state
+        x = state["x"]
+        key = wide(torch.zeros_like(x[..., 0]))
+        logits = key.new_zeros(*key.shape, self.trained())
+        return {**state, "out": torch.zeros_like(x), "key": key, "logits": logits}
+
+    def leave(self, model: Any, index: int | Tensor, h: Tensor, state: State, positions: Tensor) -> bool | Tensor:
+        h = state["h"] = model.model.norm(h)
+        if not self.routed:
+            state["out"] = h
+            return index + 1 < self.deepest()
+        a = self.form.route(model, h)
+        assert a is not None
+        state["logits"] = torch.where(flag(index == 0, h)[..., None], a.to(state["logits"].dtype), state["logits"])
+        weight, alive, share = self.form.granted(state["logits"])
+        now = torch.as_tensor(index, device=h.device).expand(h.shape[:-1])[..., None]
+        following = (now + 1).clamp(max=self.trained() - 1)
+        state["out"] = state["out"] + share.gather(-1, now).to(h.dtype) * h
+        state["key"] = weight.gather(-1, following)[..., 0]
+        return alive.gather(-1, following)[..., 0] & flag(index + 1 < self.deepest(), h)
+
+    def enter(self, model: Any, index: int | Tensor, state: State) -> None:
+        state["x"] = self.form.feed(model, state["h"])

@@ -22,6 +22,7 @@ class Ouro(Stepwise):
     last one with 1."""
 
     name = "ouro"
+    why_not_batched = "without skips_loops every token runs every loop, whatever its exit"
     defaults = {"loops": 4, "threshold": 1.0, "skips_loops": False, "kv_budget": 0}
     training_only = ("stage", "entropy_weight", "judges", "gain_scale", "gain_from")
     as_trained = {"skips_loops": False, "kv_budget": 0}

@@ -19,6 +19,7 @@ class Pause(DecodingMethod):
 
     name = "pause"
     why_not_plain = "each token takes several rows that share its position"
+    why_not_batched = "all rows of a token run in one pass"
     defaults = {"pauses": 3, "pause_token_id": 50288}
 
     def modules(self) -> dict[str, nn.Module]:

@@ -64,6 +64,11 @@ class PonderLM3(Latents):
     def _alive(self, log_w: Tensor) -> Tensor:
         return log_w.exp() >= self.options["threshold"] if self.window is None else log_w > DEAD / 2
 
+    def granted(self, a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        weight = log_tails(a)
+        alive = self._alive(weight)
+        return weight, alive, a.softmax(-1) * alive
+
     def readout(self, h: Tensor, a: Tensor | None, hard: bool) -> Tensor:
         assert a is not None
         share = a.softmax(-1)
