@@ -74,7 +74,7 @@ def import_hf(
     reference.check_tolerance(tolerance)
     source, out = Path(source), Path(out)
     hf = folder.read_config(source)
-    cfg = run_config(hf, source, out, frozenset(ignore or ()), method)
+    cfg, aside = run_config(hf, source, out, frozenset(ignore or ()), method), kept.read(hf, source)
     numbers = None if only is None else layers.chosen(only, cfg)
     tensors = folder.read_weights(source)
     if bad := sorted(name for name, t in tensors.items() if t.is_floating_point() and not t.isfinite().all()):
@@ -105,7 +105,7 @@ def import_hf(
         count = sum(t.numel() for t in state.values())
         with reference.engine(cfg, state) as engine:
             checkpoint = save_weights(out / "checkpoints", cfg, engine.stage, force=force)
-    kept.keep(hf, source, out)
+    kept.keep(aside, out)
     dump(start_config(cfg, out), out / "config.yaml")
     return Imported(checkpoint, cfg, count, worst, code, of_layers)
 

@@ -30,11 +30,19 @@ class Kept:
     """That of its weights, as its config.json says."""
 
 
-def keep(hf: dict[str, Any], source: Path, run: Path) -> None:
-    """Write the files of `run`."""
-    write_json(run / CONFIG, hf)
-    if (source / "generation_config.json").is_file():
-        write_json(run / GENERATION, read_json(source, "generation_config.json"))
+def read(hf: dict[str, Any], source: Path) -> dict[str, dict[str, Any]]:
+    """What to keep, by the names that it has in a run folder: config.json, which is `hf`, and generation_config.json if
+    the folder has one; UserError if that cannot be read."""
+    path = source / "generation_config.json"
+    there = path.exists() or path.is_symlink()
+    return {CONFIG: hf} | ({GENERATION: read_json(source, path.name)} if there else {})
+
+
+def keep(found: dict[str, dict[str, Any]], run: Path) -> None:
+    """Write it; what an earlier import left there is gone."""
+    (run / GENERATION).unlink(missing_ok=True)
+    for name, fields in found.items():
+        write_json(run / name, fields)
 
 
 def of(run: Path, step: int) -> Kept | None:

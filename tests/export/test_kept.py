@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from megaponder.errors import UserError
 from megaponder.export import kept
 from megaponder.export.from_hf import import_hf
 from megaponder.export.to_hf import export
@@ -41,3 +43,15 @@ def test_ids_and_sampling_defaults_and_what_the_tokenizer_adds(tmp_path: Path) -
     config = json.loads((other / "config.json").read_text())
     assert [config[name] for name in kept.ENDS] == [0, 0, None]
     assert AutoTokenizer.from_pretrained(other)("Hello world")["input_ids"][0] != 1
+    (hf / "generation_config.json").write_text("{")
+    with pytest.raises(UserError, match=r"generation_config\.json cannot be read"):
+        import_hf(hf, tmp_path / "third")
+    assert not (tmp_path / "third").exists()
+    (hf / "generation_config.json").unlink()
+    import_hf(hf, run, force=True)
+    out = export(run, tmp_path / "again").folder  # ids of config.json are all that is left
+    assert json.loads((out / "generation_config.json").read_text()) == {
+        "bos_token_id": 1,
+        "eos_token_id": [0, 7],
+        "pad_token_id": 9,
+    }
