@@ -6,9 +6,7 @@ A corpus folder holds train.jsonl and heldout.jsonl (or train*.jsonl: several fi
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import io
 import json
 import lzma
 import os
@@ -17,17 +15,21 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import orjson
 
+from megaponder.data.documents import TxtRule
 from megaponder.data.indexed import read_index
 from megaponder.data.info import read_meta
 from megaponder.data.prepare import PrepareOptions, prepare
+from megaponder.data.readers import Limits, Position, read_chunks
 from megaponder.demo.tokenizer import train_tokenizer
 from megaponder.errors import UserError
 
 SUFFIXES = ("", ".gz", ".zst", ".xz")
+WINDOW = Limits(window=2**31)
+"""A corpus packed with the largest window that zstd has is read, too."""
 TOKENIZER_BYTES = 16e6
 """Text, evenly over the training documents, from which the tokenizer learns."""
 
@@ -66,30 +68,28 @@ def inputs(folder: Path, part: str) -> list[Path]:
 
 
 def documents(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a file."""
-    with open(path, "rb") as raw, _unpacked(path, raw) as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                document = orjson.loads(line)
-                assert isinstance(document["text"], str)
-                assert all(isinstance(document.get(name, ""), str) for name in ("source", "cat"))
-            except (ValueError, KeyError, TypeError, AssertionError):
-                rule = 'it must be a JSON object with a string "text", and "source" and "cat" strings, if any'
-                raise UserError(f"{path}, line {number}: {rule}.") from None
-            yield document
+    """The documents of a file; UserError where it is damaged, or where a line is no document."""
+    for number, line in enumerate(_lines(path), 1):
+        try:
+            document = orjson.loads(line)
+            assert isinstance(document["text"], str)
+            assert all(isinstance(document.get(name, ""), str) for name in ("source", "cat"))
+        except (ValueError, KeyError, TypeError, AssertionError):
+            rule = 'it must be a JSON object with a string "text", and "source" and "cat" strings, if any'
+            raise UserError(f"{path}, line {number}: {rule}.") from None
+        yield document
 
 
-def _unpacked(path: Path, raw: IO[bytes]) -> Any:
+def _lines(path: Path) -> Iterator[bytes]:
     if path.suffix == ".xz":
-        return lzma.open(raw)
-    if path.suffix == ".gz":
-        return gzip.open(raw)
-    if path.suffix == ".zst":
-        import zstandard
-
-        reader = zstandard.ZstdDecompressor(max_window_size=2**31).stream_reader(raw)
-        return io.BufferedReader(reader, 1 << 20)  # type: ignore[type-var]
-    return raw
+        try:
+            with lzma.open(path) as lines:
+                yield from lines
+        except (EOFError, lzma.LZMAError) as error:
+            raise UserError(f"{path}: damaged or truncated ({error}); copy or download it again.") from None
+        return
+    for read in read_chunks([path], Position(), "text", TxtRule(), limits=WINDOW):
+        yield from read.chunk.data.removesuffix(b"\n").split(b"\n")
 
 
 def sha256(path: Path) -> str:

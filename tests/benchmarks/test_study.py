@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import lzma
 import random
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from benchmarks.study import corpus, queue
 from benchmarks.study.__main__ import chosen, main
@@ -46,6 +49,13 @@ def test_the_first_part_of_every_source(tmp_path: Path) -> None:
         (folder / "train.jsonl").write_text(f"{line}\n")
         with pytest.raises(UserError, match="line 1: it must be a JSON object"):
             corpus.first_part(folder, None)
+    for suffix, pack in ((".gz", gzip.compress), (".xz", lzma.compress), (".zst", zstandard.compress)):
+        packed_file = tmp_path / f"train.jsonl{suffix}"
+        packed_file.write_bytes(pack(b'{"text": "a"}\n{"text": "b"}\n'))
+        assert [d["text"] for d in corpus.documents(packed_file)] == ["a", "b"]
+        packed_file.write_bytes(packed_file.read_bytes()[:-9])
+        with pytest.raises(UserError, match="truncated"):
+            list(corpus.documents(packed_file))
     for name, text in (("train", '{"text": ""}\n'), ("heldout", "")):
         write(folder)
         (folder / f"{name}.jsonl").write_text(text)
