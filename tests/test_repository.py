@@ -103,6 +103,39 @@ def test_no_module_imports_itself_on_a_detour() -> None:
     sorter.prepare()  # CycleError names the circle
 
 
+def imported_at_the_start(path: Path) -> set[str]:
+    """What importing a file imports: nothing in functions or for type checks."""
+    found, left = set(), list(ast.parse(path.read_text()).body)
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.Import):
+            found |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            package = path.relative_to(ROOT).parts[: -node.level] if node.level else ()
+            module = ".".join([*package, *([node.module] if node.module else [])])
+            found |= {module, *(f"{module}.{name.name}" for name in node.names)}
+        elif isinstance(node, ast.Try):
+            left += [*node.body, *(n for handler in node.handlers for n in handler.body)]
+    return found
+
+
+def test_a_start_of_training_does_without_transformers() -> None:
+    methods = (PACKAGE / "ponder" / "methods").glob("*/training.py")
+    left = [PACKAGE / "training" / name for name in ("job.py", "loop.py")] + list(methods)
+    reached = {}  # file: the one that imports it
+    heavy = []
+    while left:
+        path = left.pop()
+        for name in imported_at_the_start(path):
+            if name.split(".")[0] in ("transformers", "huggingface_hub", "lm_eval"):
+                heavy.append(f"{path.relative_to(ROOT)}, imported by {reached.get(path)}")
+            there = ROOT.joinpath(*name.split(".")).with_suffix(".py")
+            if there.is_file() and there not in reached:
+                reached[there] = path.relative_to(ROOT)
+                left.append(there)
+    assert len(reached) > 100 and heavy == []
+
+
 def test_every_import_is_a_declared_dependency() -> None:
     data = project()
     wanted = [*data["dependencies"], *(r for extra in data["optional-dependencies"].values() for r in extra)]

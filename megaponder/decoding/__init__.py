@@ -10,6 +10,7 @@ and each other, and nothing else:
     packed          the same for rows of several sequences side by side
     steps           decoding forms written as one pass of any rows
     backbone        embedding, layers, norm
+    wide            numbers in float32 at least
     window, gates   which depths a budget leaves open, and who gets them
     method          base of a method's decoding form, which lies in `megaponder/ponder/methods/NAME/decoding.py`
     model           the model with its head, `forward` and `generate`

@@ -17,16 +17,7 @@ from torch.nn import functional as F
 from megaponder.decoding.configuration import MegaponderConfig
 from megaponder.decoding.passes import View
 from megaponder.decoding.rotary import frequencies
-
-
-def wide(x: Tensor) -> Tensor:
-    """In float32, unless x is wider."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def linear(module: nn.Module, x: Tensor) -> Tensor:
-    """A Linear in float32 at least: decisions must not depend on rounding."""
-    return F.linear(wide(x), wide(module.weight), wide(module.bias))  # type: ignore[arg-type]
+from megaponder.decoding.wide import linear, wide  # noqa: F401  decoding forms find `linear` here, too
 
 
 class RMSNorm(nn.Module):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megaponder.decoding.backbone import linear
+from megaponder.decoding.wide import linear
 from megaponder.decoding.window import scales
 
 

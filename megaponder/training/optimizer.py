@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -112,6 +114,15 @@ def _leave_compiler_alone() -> None:
         function = getattr(method, "__wrapped__", None)
         if function is not None and not hasattr(function, "__dynamo_disable"):
             setattr(function, "__dynamo_disable", function)
+    step: Any = torch.optim.Adam.step
+    if step.__code__.co_name == "_use_grad":  # not yet ours, nor that of an optimizer which was built elsewhere
+
+        @functools.wraps(step)
+        def without_compiler(self: torch.optim.Adam, *args: Any, **kwargs: Any) -> Any:
+            with torch.set_grad_enabled(self.defaults["differentiable"]):
+                return step.__wrapped__(self, *args, **kwargs)
+
+        torch.optim.Adam.step = without_compiler  # type: ignore[method-assign]
 
 
 def set_lr(optimizer: MegatronOptimizer, cfg: RunConfig, lr: float, step: int) -> None:

@@ -16,7 +16,8 @@ from megaponder.decoding.method import DecodingMethod
 from megaponder.decoding.noise import token_noise
 from megaponder.decoding.passes import Run
 
-EXITS = ("change", "cosine", "entropy", "divergence", "min_p", "likeliest")
+from .exits import EXITS
+
 LIKELY = 0.1
 """`min_p` tells tokens apart that are at least this likely, compared with the likeliest."""
 

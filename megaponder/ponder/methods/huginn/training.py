@@ -28,7 +28,7 @@ from megaponder.ponder.base import EntryTools, ExitTools, Flow, Method, Pass, Sh
 from megaponder.ponder.drawn import DrawnOptions
 from megaponder.ponder.halting import at_least
 
-from .decoding import EXITS
+from .exits import EXITS
 
 
 @dataclass

@@ -33,7 +33,7 @@ from megaponder.ponder.base import CoreAttention, EntryTools, ExitTools, Pass, p
 from megaponder.ponder.halting import at_least
 from megaponder.ponder.methods.huginn.training import ReadingOptions, Recurrent, sigma
 
-from .decoding import GATED, Injection, Values, has_values
+from .injection import GATED, Injection, Values, has_values
 
 
 @register
