@@ -164,8 +164,8 @@ def table(found: Sequence[tuple[str, dict[str, Score]]]) -> Iterator[str]:
 
 def by_depth(told: Mapping[str, Any]) -> Iterator[str]:
     """The part about depth as Markdown tables: the sweep, the passes, the policy."""
-    analysis, (first, *others) = told["analysis"], told["sample"]["prefixes"]
-    of = f" of {Path(first).name}" if others else ""
+    analysis, prefixes = told["analysis"], told["sample"]["prefixes"]
+    of = f" of each of {len(prefixes)} datasets" if len(prefixes) > 1 else ""
     yield f"\nThe same weights at other depths, on {told['sample']['targets']:,} targets{of}:\n"
     rows = [["", "loss", "depth", "GFLOPs/token"]]
     for p in told["sweep"]:

@@ -54,9 +54,8 @@ def sample(named: Mapping[str, str], targets: int) -> Sample:
 def by_depth(
     cfg: RunConfig, state: dict[str, Tensor], sample: Sample, batch: int, length: int | None = None
 ) -> dict[str, Any]:
-    """Sweep (on the first dataset) and analysis (on all) of a whole model in this process, in FP32."""
-    first, *_ = sample.prefixes
-    swept = sweep(cfg, state, first, batch, sample.targets, sample.skipped, length)
+    """Sweep and analysis of a whole model in this process, in FP32."""
+    swept = sweep(cfg, state, sample.prefixes, batch, sample.targets, sample.skipped, length)
     try:
         words = load_tokenizer(cfg.data.tokenizer) if cfg.data.tokenizer else None
     except UserError:

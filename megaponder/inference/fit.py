@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from megaponder.config.schema import RunConfig
-from megaponder.inference.heldout import decided
+from megaponder.inference.heldout import decided, together
 
 if TYPE_CHECKING:
     from megaponder.engine.step import Engine
@@ -17,9 +17,9 @@ CLOSE = 0.005
 
 
 def fit_threshold(
-    engine: Engine, cfg: RunConfig, prefix: str, depth: float, batch: int, limit: int, tries: int = 16
+    engine: Engine, cfg: RunConfig, prefixes: Sequence[str], depth: float, batch: int, limit: int, tries: int = 16
 ) -> float:
-    """The threshold at which the first `limit` targets of a dataset have this mean depth, as nearly as one has it.
+    """The threshold at which the first `limit` targets of each dataset have this mean depth, as nearly as one has it.
 
     By bisection of the threshold's logit.  The engine holds the model of `cfg` and is left with that threshold.
     """
@@ -27,7 +27,7 @@ def fit_threshold(
 
     def measured(logit: float) -> float:
         options.threshold = 1 / (1 + math.exp(-logit))
-        return decided(engine, cfg, prefix, batch, None, limit).stats["mean_depth"]
+        return together([decided(engine, cfg, prefix, batch, None, limit) for prefix in prefixes]).stats["mean_depth"]
 
     measured(nearest(measured, -20.0, 20.0, depth, tries, within=CLOSE))
     return float(options.threshold)

@@ -7,6 +7,8 @@ decisions would go on if scores were normal; beside each, the same depth with pa
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ from megaponder.config.schema import RunConfig
 from megaponder.engine import depth as depths
 from megaponder.export import reference
 from megaponder.inference import fit, variants
-from megaponder.inference.heldout import Score, score
+from megaponder.inference.heldout import Score, score, together
 from megaponder.ponder.settings import method_of
 
 if TYPE_CHECKING:
@@ -33,21 +35,30 @@ AS_TRAINED, OTHER_PASSES, HALTING, RANDOM = "as trained", "passes", "halting", "
 
 
 def sweep(
-    cfg: RunConfig, state: dict[str, Tensor], prefix: str, batch: int, limit: int, skip: int, length: int | None = None
+    cfg: RunConfig,
+    state: dict[str, Tensor],
+    prefixes: Sequence[str],
+    batch: int,
+    limit: int,
+    skip: int,
+    length: int | None = None,
 ) -> list[dict[str, Any]]:
     """Variant, kind, loss, depth and FLOPs per token of each variant of the model, for JSON.
 
-    Measured on `limit` targets of a dataset after `skip` others, on which thresholds are fitted.
+    Measured on `limit` targets of each dataset after `skip` others, on which thresholds are fitted.
     """
     method, found = cfg.ponder.method, []
+
+    def scored(engine: Engine, changed: RunConfig) -> Score:
+        return together([score(engine, changed, prefix, batch, length, limit, skip) for prefix in prefixes])
 
     def measure(changed: RunConfig, variant: str, kind: str, depth: float | None = None) -> None:
         with reference.engine(changed, variants.own_weights(changed, state)) as engine:
             if depth is not None:
-                fitted = fit.fit_threshold(engine, changed, prefix, depth, batch, skip)
+                fitted = fit.fit_threshold(engine, changed, prefixes, depth, batch, skip)
                 changed = variants.with_threshold(changed, fitted)
                 variant += f", threshold {fitted:.4g}"
-            found.append(_told(score(engine, changed, prefix, batch, length, limit, skip), variant, kind))
+            found.append(_told(scored(engine, changed), variant, kind))
 
     measure(cfg, AS_TRAINED, AS_TRAINED)
     if method in PASSES and not cfg.ponder.options.get("multiply_by_steps"):
@@ -55,7 +66,7 @@ def sweep(
             measure(variants.with_passes(cfg, n), f"passes {n}", OTHER_PASSES)
     if method_of(cfg).window is not None:
         with reference.engine(cfg, state) as engine:
-            found += _by_budget(engine, cfg, prefix, batch, limit, skip, length)
+            found += _by_budget(engine, partial(scored, engine, cfg))
     elif method in FITTED and variants.has_threshold(cfg):
         halting = variants.with_threshold(cfg, 0.5)
         for share in SHARES:
@@ -72,9 +83,7 @@ def _told(found: Score, variant: str, kind: str) -> dict[str, Any]:
     return told | {"flops_per_token": found.flops} | more
 
 
-def _by_budget(
-    engine: Engine, cfg: RunConfig, prefix: str, batch: int, limit: int, skip: int, length: int | None
-) -> list[dict[str, Any]]:
+def _by_budget(engine: Engine, scored: Callable[[], Score]) -> list[dict[str, Any]]:
     """Loss and depth of a model with a budget at other thresholds, and of the same depths at random."""
     found, method = [], engine.stage.method
     gates: Any = engine.stage.method_modules["budget"]
@@ -84,9 +93,9 @@ def _by_budget(
     try:
         for theta in (trained, *others):
             gates.state[0] = theta
-            own = score(engine, cfg, prefix, batch, length, limit, skip)
+            own = scored()
             method.at_random = depths.shares_that_go_on(own.stats, method.window)
-            chance = score(engine, cfg, prefix, batch, length, limit, skip)
+            chance = scored()
             method.at_random = None
             found.append(_told(own, f"scores, threshold {theta:.4g}", HALTING))
             found.append(_told(chance, f"random, threshold {theta:.4g}", RANDOM))

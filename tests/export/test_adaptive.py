@@ -212,6 +212,10 @@ def test_pruning_costs_what_the_threshold_allows() -> None:
         assert error(net(tokens, jacobi=None).logits[:, :1], hard[:, :1]) < TIGHT  # soft; J = 2 is enough for one token
         net.ponder.options["jacobi"] = 18
         assert error(net(tokens).logits, hard) < TIGHT
+        if certain == 0:
+            pruned, cache = decode(make("ponderlm3", "pythia", 3, threshold=1.0), tokens)
+            assert rows(cache, 0) == [1] * 7
+            assert error(pruned, hard) < TIGHT  # a row that is left alone is read out as it is
 
 
 @pytest.mark.parametrize("method", SIZE)

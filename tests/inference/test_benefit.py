@@ -81,16 +81,16 @@ def test_ponderlm_is_read_out_after_each_pass_and_says_how_sure_it_is(
 ) -> None:
     monkeypatch.setattr("megaponder.inference.sweep.SHARES", (0.8, 0.5))
     checkpoints.make("llama", "ponderlm", tmp_path / "run", {"sequence_length": LENGTH})
-    prefix, _ = written(tmp_path / "text", 24 * LENGTH)
+    prefixes = tuple(written(tmp_path / f"text{seed}", 12 * LENGTH, seed)[0] for seed in (3, 4))
     cfg, state = heldout.read_model(tmp_path / "run")
-    told = evaluation.by_depth(cfg, state, evaluation.Sample((prefix,), 12 * LENGTH, 4 * LENGTH), batch=12)
+    told = evaluation.by_depth(cfg, state, evaluation.Sample(prefixes, 6 * LENGTH, 2 * LENGTH), batch=6)
     points = {p["variant"]: p for p in told["sweep"]}
     found = told["analysis"]
     assert [points[f"passes {k}"]["loss"] for k in (1, 2, 3)] == pytest.approx(found["losses"], rel=1e-6)
     assert {p["kind"] for p in told["sweep"]} == {"as trained", "passes", "halting"} and len(points) == 1 + 5 + 2
     # the score of the decision is the doubt: recomputed from the logits of one pass
     with reference.engine(variants.with_passes(cfg, 1), state) as engine:
-        parts = [b for b, _ in heldout.batches(read_index(prefix), cfg, 12, LENGTH, 12 * LENGTH, 4 * LENGTH)]
+        parts = [b for p in prefixes for b, _ in heldout.batches(read_index(p), cfg, 6, LENGTH, 6 * LENGTH, 2 * LENGTH)]
         doubt = [-engine.logits(b.ids_bn).softmax(-1).amax(-1)[b.loss_mask_bn > 0] for b in parts]
     rank = benefit.spearman(torch.cat(doubt).double().numpy(), _benefit(cfg, state, parts))
     assert found["decisions"][0]["rank_correlation"] == pytest.approx(rank, abs=1e-3)
@@ -111,15 +111,26 @@ def test_pruned_latents_are_its_number_and_weighed_ones_stand_beside(tmp_path: P
     prefix, _ = written(tmp_path / "text", 4 * LENGTH)
     cfg, state = heldout.read_model(tmp_path / "run")
     with reference.engine(cfg, state) as engine:
-        score = heldout.score(engine, cfg, prefix)
-        losses = {}
-        for hard in (True, False):
-            engine.stage.method.hard = hard
+        score, method, losses = heldout.score(engine, cfg, prefix), engine.stage.method, {}
+
+        def loss() -> float:
             sums = [
                 (engine.forward_backward([b], 0, train=False).loss * n, n)
                 for b, n in heldout.batches(read_index(prefix), cfg, 8, LENGTH)
             ]
-            losses[hard] = sum(s for s, _ in sums) / sum(n for _, n in sums)
+            return sum(s for s, _ in sums) / sum(n for _, n in sums)
+
+        for method.hard in (True, False):
+            losses[method.hard] = loss()
+        method.hard, method.options.threshold = True, 1.0  # one row for every token
+        pruned = loss()
+        method.forced = torch.tensor(1)
+        assert loss() == pytest.approx(pruned, rel=1e-6)
+        method.hard, method.forced = False, None
+        router = engine.stage.method_modules["router"]
+        router.weight.data.zero_()
+        router.bias.data.copy_(200 * torch.eye(len(router.bias))[0])  # the whole mass on that row
+        assert loss() == pytest.approx(pruned, rel=1e-6)
     assert score.loss == pytest.approx(losses[True], rel=1e-6)
     assert score.stats["soft_loss"] == pytest.approx(losses[False], rel=1e-6)
     assert abs(losses[True] - losses[False]) > 1e-3

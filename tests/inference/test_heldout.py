@@ -119,7 +119,7 @@ def test_thresholds_are_fitted_to_a_mean_depth(tmp_path: Path) -> None:
     cfg, state = heldout.read_model(tmp_path / "run")
     for depth in (1.5, 2.5, 3.5) if WHOLE else (2.5,):
         with reference.engine(cfg, state) as engine:
-            fitted = fit.fit_threshold(engine, cfg, prefix, depth, 8, 10_000)
+            fitted = fit.fit_threshold(engine, cfg, [prefix], depth, 8, 10_000)
             score = heldout.score(engine, variants.with_threshold(cfg, fitted), prefix)
         assert score.stats["mean_depth"] == pytest.approx(depth, abs=0.1)
 

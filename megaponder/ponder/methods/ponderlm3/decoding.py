@@ -18,9 +18,10 @@ class PonderLM3(Latents):
     """Latents of which a router on slot 0 grants each token some: w_k = its probability of at least k latents.
 
     Soft (training): log w_k is added to the logits of the key of latent k, all latents are run and read out by the
-    router's probabilities.  Hard (decoding): the same with latents of w_k < threshold left out altogether, without
-    renormalisation; this differs from soft by O(threshold).  A pass over sequences takes w from the pass before it.
-    With a target, scores of slot 0 decide which latents a token has, in training as in decoding, and w is 0 at others.
+    router's probabilities.  Hard (decoding): the same with latents of w_k < threshold left out altogether, and exit
+    masses of the others that sum to 1; this differs from soft by O(threshold).  A pass over sequences takes w from the
+    pass before it.  With a target, scores of slot 0 decide which latents a token has, in training as in decoding, and
+    w is 0 at others.
     """
 
     name = "ponderlm3"
@@ -71,10 +72,9 @@ class PonderLM3(Latents):
 
     def readout(self, h: Tensor, a: Tensor | None, hard: bool) -> Tensor:
         assert a is not None
-        share = a.softmax(-1)
         if hard:
-            share = share * self._alive(log_tails(a))
-        return (share[..., : h.shape[2], None].to(h.dtype) * h).sum(2)
+            a = a.masked_fill(~self._alive(log_tails(a)), DEAD)
+        return (a.softmax(-1)[..., : h.shape[2], None].to(h.dtype) * h).sum(2)
 
 
 DEAD = -1e4

@@ -14,8 +14,9 @@ scores' error.
 Known from arXiv 2603.02023: router on the step-0 state, log tail mass on keys, hard pruning at tau = 1e-4, exit-mass
 readout.  This project's choices (no public code): a linear router with b_K = +2; the bias in a pass comes from the
 logits of the pass before (the router's input exists only after the last layer); it holds for the token's own row too;
-the exit masses are not renormalised after pruning; the cost is the expected number of latents, or what exceeds
-`target_depth` on a sequence's mean.
+after pruning the exit masses of the rows that are left sum to 1 (which at tau changes them by 1e-4, and lets larger
+thresholds and single rows be compared); the cost is the expected number of latents, or what exceeds `target_depth` on a
+sequence's mean.
 """
 
 from __future__ import annotations
@@ -191,9 +192,7 @@ class PonderLM3(Budgeted, LatentMethod):
     ) -> Readout:
         h, kept = tools.norm(rows), dict[str, Tensor]()
         a, alive, decisions = self._rows(p, h, kept, tools)
-        s, w = a.softmax(-1), log_tails(a).exp()[..., 1:]
-        if alive is not None:
-            s = s * alive
+        s, w = (a if alive is None else a.masked_fill(~alive, DEAD)).softmax(-1), log_tails(a).exp()[..., 1:]
         hidden = self._mixture(p, h, s)
         # w falls with k: the count is the largest k
         depth = 1.0 + (w.detach() >= self.options.threshold).sum(-1) if alive is None else alive.float().sum(-1)
