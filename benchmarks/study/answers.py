@@ -1,7 +1,8 @@
 """The study's questions, each with the table of the rows that answer it.
 
-A kind that was trained at several learning rates is shown at the one with the lowest loss.  "±" is the standard
-deviation over seeds; a kind with one seed has none, and a difference of less than a few thousandths says nothing then.
+A kind that was trained at several learning rates is shown at the one with the lowest loss; of rates that differ by less
+than `NOISE`, at the one with the most seeds.  "±" is the standard deviation over seeds; a kind with one seed has none,
+and a difference of less than a few thousandths says nothing then.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from megaponder.plan.report import si
 Row = dict[str, Any]
 WINDOW = 200
 """Steps over which a budget has to hold."""
+NOISE = 0.005
+"""Losses that are closer than this say nothing about rates: two seeds of a row differed by 0.001 to 0.013."""
 ADAPTIVE = ("adaponderlm", "confident_ponderlm", "adaptive_cot", "ponderlm3")
 TARGETS = ("0.9", "0.7", "0.6")
 QUESTIONS = {
@@ -56,11 +59,15 @@ def _best(rows: Sequence[Row], kind: str) -> list[Row]:
     for row in rows:
         if row["kind"] == kind:
             rates.setdefault(row["lr"], []).append(row)
-    return min(rates.values(), key=lambda found: mean(r["loss"] for r in found)) if rates else []
+    if not rates:
+        return []
+    losses = {lr: mean(r["loss"] for r in found) for lr, found in rates.items()}
+    good = [lr for lr, loss in losses.items() if loss < min(losses.values()) + NOISE]
+    return rates[max(good, key=lambda lr: (len(rates[lr]), -losses[lr]))]
 
 
-def _spread(values: Sequence[float]) -> str:
-    return f"{mean(values):.4f}" + (f" ± {stdev(values):.4f}" if len(values) > 1 else "")
+def _spread(values: Sequence[float], form: str = ".4f") -> str:
+    return format(mean(values), form) + (f" ± {format(stdev(values), form.lstrip('+'))}" if len(values) > 1 else "")
 
 
 def _losses(rows: Sequence[Row], kinds: Sequence[str]) -> str:
@@ -109,7 +116,7 @@ def _who(rows: Sequence[Row]) -> str:
 
 def _mean(values: Iterator[float | None], form: str = "+.3f") -> str:
     known = [v for v in values if v is not None]
-    return format(mean(known), form) if known else ""
+    return _spread(known, form) if known else ""
 
 
 def budget(row: Row) -> tuple[float, float, float, float]:

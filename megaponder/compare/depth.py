@@ -28,7 +28,8 @@ def number(values: Sequence[float], error: float | None = None) -> Number:
     mean = statistics.fmean(values)
     if len(values) == 1 and error is not None:
         return Number(mean, mean - error, mean + error)
-    return Number(mean, min(values), max(values))
+    low, high = min(values), max(values)
+    return Number(min(max(mean, low), high), low, high)  # the mean of equal values may be rounded away from them
 
 
 def analyses(group: Group) -> list[Analysis]:

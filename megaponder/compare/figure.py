@@ -125,12 +125,11 @@ def _over_inference(axes: Any, groups: Sequence[Group]) -> None:
         if chance := [(s.flops, s.loss) for s in points if s.kind == RANDOM]:
             axes.scatter(*zip(*chance, strict=True), marker="x", s=16, linewidths=0.9, color=style["color"])
         found = [_as_trained(r) if swept else r.loss for r in group.results]
-        losses = [loss for loss in found if loss is not None]
-        mean = sum(losses) / len(losses)
-        error = [[mean - min(losses)], [max(losses) - mean]] if len(losses) > 1 else None
+        loss = depth.number([loss for loss in found if loss is not None])
+        error = [[loss.mean - loss.low], [loss.high - loss.mean]] if len(found) > 1 else None
         axes.errorbar(
-            [group.mean("inference")], [mean], yerr=error, color=style["color"], marker=style["marker"], markersize=8,
-            markeredgecolor="white", linestyle="none", capsize=3,
+            [group.mean("inference")], [loss.mean], yerr=error, color=style["color"], marker=style["marker"],
+            markersize=8, markeredgecolor="white", linestyle="none", capsize=3,
         )  # fmt: skip
     best = depth.front([(s.flops, s.loss) for g in groups for s in depth.sweeps(g) if s.kind != RANDOM])
     if len(best) > 1:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from benchmarks.study import corpus, queue
+from benchmarks.study import answers, corpus, queue
 from benchmarks.study.__main__ import chosen, main
 from benchmarks.study.rows import SIZES, rows
 from megaponder.errors import UserError
@@ -79,6 +79,18 @@ def test_rows_differ_in_what_they_say_alone(tmp_path: Path) -> None:
     assert [r.seed for r in chosen("tiny", None, ["loop.lr0.006.*"])] == [1, 2, 3]
     with pytest.raises(UserError, match="no row of size tiny has such a name"):
         chosen("tiny", None, ["lop"])
+
+
+def test_answers_show_the_best_rate_with_its_seeds() -> None:
+    def row(lr: float, seed: int, loss: float) -> dict[str, object]:
+        told = {"kind": "loop", "method": "loop", "target": None, "lr": lr, "seed": seed, "loss": loss, "depth": None}
+        return told | {"bits_per_byte": 1.0, "needed_flops": 1e9, "flops_per_token": 1e6}
+
+    three = [row(0.006, seed, loss) for seed, loss in ((1, 3.33), (2, 3.34), (3, 3.35))]
+    told = answers.text([*three, row(0.012, 1, 3.339), row(0.003, 1, 3.4)])
+    assert told.count("| loop | 0.006 | 3 | 3.3400 ± 0.0100 | 1.0000 |") == 2  # in (a) and (b)
+    assert "| loop | 0.012 | 1 | 3.3340 | " in answers.text([*three, row(0.012, 1, 3.334)])
+    assert all(f"## ({letter}) " in told for letter in "abcdef")
 
 
 def test_a_row_waits_for_memory() -> None:

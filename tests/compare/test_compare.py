@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megaponder.cli.main import main
-from megaponder.compare import differences, results
+from megaponder.compare import depth, differences, results
 from megaponder.compare.figure import draw
 from megaponder.config.load import dump, from_mapping
 from megaponder.config.resolve import resolve
@@ -152,6 +152,8 @@ def test_seeds_are_one_curve_with_its_spread(tmp_path: Path) -> None:
     assert not [w for w in differences.warnings(groups) if "seed" in w]  # the order of text follows the seeds in both
     bands = [c for axes in draw(groups).axes[:2] for c in axes.collections]
     assert len(bands) == 4
+    same = depth.number([0.1] * 3)  # whose sum divided by 3 is more
+    assert same.low == same.mean == same.high == 0.1
 
 
 def test_every_setting_that_differs_is_named(tmp_path: Path) -> None:
