@@ -43,6 +43,7 @@ def test_products_with_one_row(outputs: int, inputs: int) -> None:
 
     torch.manual_seed(0)
     x, gain, w = (torch.randn(n, device=DEVICE) for n in ((inputs,), (inputs,), (2 * outputs, inputs)))
+    w /= inputs**0.5
     rest, y, wide = torch.randn(outputs, device=DEVICE), x.double(), w.double()
     check(product(x, w[:outputs], rest=rest), wide[:outputs] @ y + rest.double())
     normed = gain.double() * y * torch.rsqrt(y.square().mean() + 0.1)
