@@ -89,8 +89,8 @@ class PonderForCausalLM(PreTrainedModel, GenerationMixin):
         """The manager of `generate_batch`, whose cache has a layer for each pass and layer."""
         if not (passes := self.ponder.kv_passes()):
             raise ValueError(
-                f"generate_batch: method {self.config.method} does not have exactly one row for each token in every "
-                "pass; use generate"
+                f"generate_batch: method {self.config.method} does not have exactly one row, with keys and values "
+                "of its own, for each token in every pass; use generate"
             )
         self.config._kv_passes = passes
         return super().init_continuous_batching(*args, **kwargs)

@@ -122,7 +122,8 @@ class Stepwise(DecodingMethod):
         return self.limit if self.extends else min(self.limit, self.trained())
 
     def kv_passes(self) -> int:
-        return 0 if self.halts else min(self.deepest(), self.kv_budget or self.deepest())
+        # with a budget, what a token reads depends on which tokens ran together, and pages split prompts anywhere
+        return 0 if self.halts or self.kv_budget else self.deepest()
 
     def begin(self, model: Any, ids: Tensor, positions: Tensor) -> State:
         """What enters the first pass of tokens `ids` [...], or of rows [..., H] given in place of the table's."""

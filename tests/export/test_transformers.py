@@ -24,7 +24,7 @@ from megaponder.export.requirements import TESTED
 from megaponder.export.to_hf import export
 from megaponder.ponder import registry
 from tests.export import checkpoints
-from tests.export.models import EVERY, LATENT, VOCAB, ids, model
+from tests.export.models import EVERY, LATENT, METHODS, VOCAB, ids, model
 from tests.export.test_decoding import close
 from tests.layouts.cases import WHOLE
 from tests.tolerance import PARITY
@@ -190,6 +190,14 @@ def test_what_continuous_batching_takes(method: str) -> None:
     if taken:
         assert net.ponder.kv_passes()
         return
+    with pytest.raises(ValueError, match=f"generate_batch: method {method} does not have exactly one row"):
+        net.generate_batch([ids(1, 3)[0].tolist()], generation_config=GenerationConfig(max_new_tokens=2))
+
+
+@WITH_BATCH
+@pytest.mark.parametrize("method,changed", [("ouro", {"kv_budget": 2}), ("nanbeige", {"share_kv": True})])
+def test_what_a_pass_leaves_to_another_does_not_go_into_pages(method: str, changed: dict[str, Any]) -> None:
+    net = model("llama", method, method_options=METHODS[method] | changed)
     with pytest.raises(ValueError, match=f"generate_batch: method {method} does not have exactly one row"):
         net.generate_batch([ids(1, 3)[0].tolist()], generation_config=GenerationConfig(max_new_tokens=2))
 

@@ -18,7 +18,7 @@ class Nanbeige(DecodingMethod):
     training_only = ("loss_weights",)
 
     def kv_passes(self) -> int:
-        return self.options["loops"] * self._repeats()
+        return 0 if self.options["share_kv"] else self.options["loops"] * self._repeats()
 
     def _repeats(self) -> int:
         """Passes of a loop: the middle layers may run more than once."""
