@@ -8,7 +8,7 @@ Shapes: s rows, b micro-batch, H hidden, h heads of this rank, g key/value heads
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +20,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
-from megaponder.backbone import fused
+from megaponder.backbone import depth, fused
 from megaponder.backbone.norms import AllHeadsNorm, HeadBias
 from megaponder.backbone.parts import Parts
 from megaponder.config.model import ModelConfig
+from megaponder.decoding import depth_sources
 
 Kept = tuple[Tensor, ...]
 Attend = Callable[[Tensor, Tensor, Tensor, Kept, Callable[..., Tensor]], tuple[Tensor, Kept]]
@@ -124,18 +125,32 @@ class PonderAttention(SelfAttention):
         if model.qkv_bias == "qk":
             self.q_bias, self.k_bias = (HeadBias(self.config, n, tp) for n in (heads, groups))
         self._adjacent, self._norms_rotated = model.rotary_pairs == "adjacent", model.qk_norm == "rotated"
+        self._depth = depth_sources.read(model.depth_attention)
 
     def forward(
-        self, x_sbh: Tensor, rotary: Tensor | None, attend: Attend, kept: Kept, reads: Reads | None = None
-    ) -> tuple[Tensor, Tensor | None, Kept]:
-        """Output without its bias, the bias, and what the method keeps."""
+        self,
+        x_sbh: Tensor,
+        rotary: Tensor | None,
+        attend: Attend,
+        kept: Kept,
+        reads: Reads | None = None,
+        sources: Sequence[Tensor] = (),
+    ) -> tuple[Tensor, Tensor | None, Kept, Kept]:
+        """Output without its bias, the bias, what the method keeps, and what Depth-Attention gives to later layers.
+
+        `sources`: what it has from earlier ones, keys and values [s, b, g, d] in turn.
+        """
         qkv, _ = self.linear_qkv(x_sbh)
         heads, groups = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
         q, k, v = self._heads(qkv, rotary, heads, groups)
+        made: Kept = ()
+        if self._depth is not None:
+            mixed = depth.mix(self._depth, q, k, v, sources)
+            made, v = depth.entry(self._depth, k, v, mixed), mixed
         out, kept = attend(q, k, v, kept, self.core_attention)
         out = read_rows(out, reads)
         projected, bias = self.linear_proj(out.reshape(*out.shape[:2], -1))
-        return projected, bias, kept
+        return projected, bias, kept, made
 
     def _heads(self, qkv: Tensor, rotary: Tensor | None, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [s, b, h, d], keys and values [s, b, g, d] at their positions."""
@@ -173,21 +188,31 @@ class PonderLayer(TransformerLayer):
         self._activation = ACTIVATIONS[str(model.activation)]
 
     def forward(
-        self, x_sbh: Tensor, rotary: Tensor | None, attend: Attend, kept: Kept, reads: Reads | None = None
-    ) -> tuple[Tensor, Kept]:
-        """Rows in, rows out; with `reads`, all rows serve as keys and only the rows that are read come out."""
+        self,
+        x_sbh: Tensor,
+        rotary: Tensor | None,
+        attend: Attend,
+        kept: Kept,
+        reads: Reads | None = None,
+        sources: Sequence[Tensor] = (),
+    ) -> tuple[Tensor, Kept, Kept]:
+        """Rows in, rows out; with `reads`, all rows serve as keys and only the rows that are read come out.
+
+        Also what the method keeps, and what Depth-Attention gives to later layers (see `PonderAttention.forward`).
+        """
+        given = (rotary, attend, kept, reads, sources)
         if not self.parallel_residual:
-            attended, bias, kept = self.self_attention(self.input_layernorm(x_sbh), rotary, attend, kept, reads)
+            attended, bias, kept, made = self.self_attention(self.input_layernorm(x_sbh), *given)
             x_sbh = _add(read_rows(x_sbh, reads), attended, bias, self.post_self_attn_layernorm, self._stream)
-            return _add(x_sbh, *self._mlp(x_sbh), self.post_mlp_layernorm, self._stream), kept
+            return _add(x_sbh, *self._mlp(x_sbh), self.post_mlp_layernorm, self._stream), kept, made
         x_sbh, for_attention, for_mlp = fused.thrice(x_sbh)
-        attended, bias, kept = self.self_attention(self.input_layernorm(for_attention), rotary, attend, kept, reads)
+        attended, bias, kept, made = self.self_attention(self.input_layernorm(for_attention), *given)
         x_sbh = read_rows(x_sbh, reads)
         inner, inner_bias = self._mlp(read_rows(for_mlp, reads))
         if bias is None or inner_bias is None or self.post_mlp_layernorm is not None:
             x_sbh = _add(x_sbh, attended, bias, self.post_self_attn_layernorm)
-            return _add(x_sbh, inner, inner_bias, self.post_mlp_layernorm), kept
-        return fused.add_biased_twice(x_sbh, attended, bias, inner, inner_bias), kept
+            return _add(x_sbh, inner, inner_bias, self.post_mlp_layernorm), kept, made
+        return fused.add_biased_twice(x_sbh, attended, bias, inner, inner_bias), kept, made
 
     def _mlp(self, x_sbh: Tensor) -> tuple[Tensor, Tensor | None]:
         """megatron-core's MLP with the activation as one kernel; its output bias is left to the residual."""

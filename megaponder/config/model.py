@@ -96,6 +96,10 @@ class ModelConfig:
     llama3, factor: ..., and the values of that type}."""
     attention_window: int | None = feature(ge=0, unit="tokens", aliases=("sliding_window", "window_size"))
     """Sliding window: a token attends to itself and to the tokens before it, so many in all; 0: to all before it."""
+    depth_attention: dict[str, Any] | None = feature(load="asked")
+    """Depth-Attention mixes values with those of earlier layers: {}, or any of {sources: all, last:N, stride:N or a
+    list of layers; values: mixed or raw; query: mean_query or mean_prob; own: softmax or residual; scale: 0.0;
+    passes: across or within; blocks: 1}."""
     parallel_residual: bool | None = feature()
     """x + attn(norm1 x) + mlp(norm2 x) instead of two residual steps (pythia)."""
     tie_embeddings: bool | None = feature(aliases=("tie_word_embeddings",))
@@ -160,6 +164,7 @@ _LLAMA = ModelConfig(
     rotary_pairs="halves",
     rotary_scaling={},
     attention_window=0,
+    depth_attention={},
     parallel_residual=False,
     tie_embeddings=False,
 )

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megaponder.decoding.configuration import MegaponderConfig
+from megaponder.decoding.depth_attention import mix
+from megaponder.decoding.depth_sources import read
 from megaponder.decoding.passes import View
 from megaponder.decoding.rotary import frequencies
 from megaponder.decoding.wide import linear, wide  # noqa: F401  decoding forms find `linear` here, too
@@ -46,6 +48,7 @@ LATER: dict[str, Any] = {
     "rotary_pairs": "halves",
     "rotary_scaling": {},
     "attention_window": 0,
+    "depth_attention": {},
 }
 """Features that an earlier version's config.json lacks, and what its models have."""
 
@@ -124,6 +127,7 @@ class Attention(nn.Module):
         counts = {"head": (1, 1), "all": (self.heads, self.groups)}.get(self.qk_norm, (0, 0))
         self.q_norm, self.k_norm = (make_norm(config, n * self.size) if n else nn.Identity() for n in counts)
         self.o_proj = nn.Linear(self.heads * self.size, width, bias=config.output_bias)
+        self.depth = read(feature(config, "depth_attention"))
 
     def forward(
         self,
@@ -132,8 +136,9 @@ class Attention(nn.Module):
         view: View,
         entry: int,
         before: tuple[Tensor, ...],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Output [b, r, H]; keys and values of these rows."""
+        sources: tuple[Tensor, ...],
+    ) -> tuple[Tensor, ...]:
+        """Output [b, r, H]; keys and values of these rows; with Depth-Attention, those that later layers mix with."""
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if view.values is not None:
             v = view.values(entry, x, v)
@@ -145,15 +150,19 @@ class Attention(nn.Module):
         q, k = rotate(q, tables, self.adjacent), rotate(k, tables, self.adjacent)
         if self.qk_norm == "rotated":
             q, k = unit(q), unit(k)
+        made: tuple[Tensor, ...] = ()
+        if self.depth is not None:
+            mixed = mix(self.depth, q, k, v, sources)
+            made, v = (k, v if self.depth.values == "raw" else mixed), mixed
         if view.attends:
             out = view.attend(self, entry, q, k, v)
-            return self.o_proj(out.transpose(1, 2).flatten(2)), k, v
+            return self.o_proj(out.transpose(1, 2).flatten(2)), k, v, *made
         k, v, own_k, own_v = view.join(entry, k, v, before)
         if self.groups != self.heads:
             k, v = (y.repeat_interleave(self.heads // self.groups, dim=1) for y in (k, v))
         attend = self._eager if self.config._attn_implementation == "eager" else self._fused
         out = view.collected(attend(view.spread(q), k, v, view.mask, view.weight))
-        return self.o_proj(out.transpose(1, 2).flatten(2)), own_k, own_v
+        return self.o_proj(out.transpose(1, 2).flatten(2)), own_k, own_v, *made
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, weight: Tensor | None) -> Tensor:
         scale, causal = self.size**-0.5, mask is None and q.shape[2] > 1
@@ -223,19 +232,22 @@ class Layer(nn.Module):
         tables: tuple[Tensor, Tensor] | None,
         view: View,
         entry: int,
-        *before: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Output [b, r, H]; keys and values of these rows.  `weight` is the view's.
+        *carried: Tensor,
+        sources: int = 0,
+    ) -> tuple[Tensor, ...]:
+        """Output [b, r, H]; keys and values of these rows; what later layers mix with.  `weight` is the view's.
 
+        `carried`: keys and values that the view needs, then `sources` tensors of earlier layers.
         Tensors with gradients are arguments of their own, since that is where gradient checkpointing looks for them.
         """
+        before, earlier = carried[: len(carried) - sources], carried[len(carried) - sources :]
         if weight is not None:
             view = replace(view, weight=weight)
-        attended, k, v = self.self_attn(self.input_layernorm(x), tables, view, entry, before)
+        attended, *made = self.self_attn(self.input_layernorm(x), tables, view, entry, before, earlier)
         y = self._step(x, attended, self.input_layernorm_2)
         if self.parallel:
-            return self._step(y, self.mlp(self.post_attention_layernorm(x)), self.post_attention_layernorm_2), k, v
-        return self._step(y, self.mlp(self.post_attention_layernorm(y)), self.post_attention_layernorm_2), k, v
+            return self._step(y, self.mlp(self.post_attention_layernorm(x)), self.post_attention_layernorm_2), *made
+        return self._step(y, self.mlp(self.post_attention_layernorm(y)), self.post_attention_layernorm_2), *made
 
     def _step(self, x: Tensor, out: Tensor, norm: nn.Module) -> Tensor:
         return norm(x + out) if self.placement == "stream" else x + norm(out)
@@ -250,6 +262,7 @@ class Backbone(nn.Module):
         self.gradient_checkpointing = False
         self.states: list[Tensor] | None = None
         """What `stack` computes is collected here, if it is a list."""
+        self.depth = read(feature(config, "depth_attention"))
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         if config.positions == "learned":
             self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
@@ -281,14 +294,19 @@ class Backbone(nn.Module):
         view = view.within(feature(self.config, "attention_window"))
         if self.states is not None:
             self.states.append(x)
+        depth = self.depth
+        earlier = view.of_all if depth is not None and depth.passes == "across" else []
         for i in range(len(self.layers)) if part is None else part:
-            layer = self.layers[i]
             before = () if kept is None else kept[i]
-            args = (x, view.weight, tables, view, index * len(self.layers) + i, *before)
+            sources = [] if depth is None else [x for entry in depth.of(earlier) for x in entry]
+            layer = partial(self.layers[i].__call__, sources=len(sources))
+            args = (x, view.weight, tables, view, index * len(self.layers) + i, *before, *sources)
             if self.gradient_checkpointing and self.training:
-                x, k, v = self._gradient_checkpointing_func(layer.__call__, *args)  # type: ignore[operator]  # set by enable
+                x, k, v, *made = self._gradient_checkpointing_func(layer, *args)  # type: ignore[operator]  # set by enable
             else:
-                x, k, v = layer(*args)
+                x, k, v, *made = layer(*args)
+            if depth is not None:
+                earlier[:] = depth.after(earlier, (made[0], made[1]), i, len(self.layers))
             if self.states is not None:
                 self.states.append(x)
             if kept is not None:

@@ -47,4 +47,5 @@ class PagedRun(Run):
 
     def view(self, index: int = 0, slots: int = 1, alive: Tensor | None = None, weight: Tensor | None = None) -> View:
         assert slots == 1 and alive is None and weight is None
-        return PagedView(self.positions, self.mask_of_batch, None, None, None, self.pages, self.arguments)
+        given = (self.positions, self.mask_of_batch, None, None, None, self.pages, self.arguments)
+        return PagedView(*given, of_all=self.earlier)

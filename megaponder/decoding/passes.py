@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megaponder.decoding.cache import PonderCache, Rows
+from megaponder.decoding.depth_attention import Entries
 
 Values = Callable[[int, Tensor, Tensor], Tensor]
 
@@ -34,6 +35,8 @@ class View:
     """The tokens that the rows [1 or s, r] and the keys [1 or s, k] belong to; None: unknown, as in pages."""
     values: Values | None = field(default=None, kw_only=True)
     """What the method adds to values."""
+    of_all: Entries = field(default_factory=list, kw_only=True)
+    """What layers of all passes so far have made of these rows (Depth-Attention)."""
 
     def within(self, window: int) -> View:
         """The same view of keys of the last `window` tokens only; 0: of all."""
@@ -114,6 +117,8 @@ class Run:
     """By entry of keys and values (see `entry`)."""
     depth: Tensor | None = None
     """[b, n] passes that each new token ran, 0 at padding; None if the method does not say."""
+    earlier: Entries = field(default_factory=list)
+    """What layers of all passes so far have made of the new rows (Depth-Attention)."""
 
     @property
     def real(self) -> Tensor:
@@ -140,7 +145,8 @@ class Run:
         token, rows = self.add(index, slots, alive, weight), self.rows[index]
         positions = self.positions.repeat_interleave(slots, dim=1)
         tokens = (token[None], rows.token[None])
-        return View(positions, self.mask(index, slots), rows.weight, self.cache, tokens, values=self.values)
+        more: dict[str, Any] = {"values": self.values, "of_all": self.earlier}
+        return View(positions, self.mask(index, slots), rows.weight, self.cache, tokens, **more)
 
     def entry(self, index: int, part: range | None = None) -> View:
         """A pass, of one row for each token, with the keys and values `index` of all layers, or those of a part.

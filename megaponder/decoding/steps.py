@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from megaponder.decoding.backbone import wide
+from megaponder.decoding.backbone import feature, wide
 from megaponder.decoding.budget import entry_of
+from megaponder.decoding.depth_attention import Entries
 from megaponder.decoding.method import DecodingMethod
 from megaponder.decoding.packed import packed
 from megaponder.decoding.passes import Run
@@ -105,7 +106,10 @@ class Stepwise(DecodingMethod):
 
     @property
     def separable(self) -> bool:
-        """Whether a token's passes end where it is read out, so that each can be run by itself."""
+        """Whether a token's passes end where it is read out, so that each can be run by itself: not with
+        Depth-Attention, whose earlier layers no pass by itself would have."""
+        if feature(self.config, "depth_attention"):
+            return False
         return self.halts or type(self).hidden is Stepwise.hidden
 
     def stepwise(self) -> Stepwise | None:
@@ -171,11 +175,13 @@ class Stepwise(DecodingMethod):
         state, kept = self.begin(model, ids, positions), [()] * len(net.layers)
         left, done, order = torch.arange(len(ids), device=ids.device), [], []
         depth = torch.zeros_like(left)
+        earlier: Entries = []
         for index in range(self.deepest()):
             if not len(left) and not model.training:  # in training every gate must get a gradient
                 break
             depth[left] = index + 1
             view = packed(slots, len(net.layers), index, seq[left], token[left], positions[left])
+            view.of_all = earlier
             h = net.stack(state["x"][None], index, view, kept)[0]
             go_on = self.leave(model, index, h, state, positions[left])
             if isinstance(go_on, bool):
@@ -184,6 +190,7 @@ class Stepwise(DecodingMethod):
                 done.append(state["out"][~go_on])
                 order.append(left[~go_on])
                 left, state = left[go_on], {name: x[go_on] for name, x in state.items()}
+                earlier = [(k[:, :, go_on], w[:, :, go_on]) for k, w in earlier]
             if index + 1 < self.deepest():
                 self.enter(model, index, state)
         return torch.cat(done)[torch.cat(order).argsort()], depth

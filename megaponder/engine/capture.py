@@ -320,7 +320,7 @@ def _copied(made: Sequence[Tensor | None], place: Sequence[Tensor | None]) -> li
 
 
 def _flow(flow: Flow | None) -> Tree:
-    return (None, None) if flow is None else (flow.rows, flow.riders)
+    return (None, None, ()) if flow is None else (flow.rows, flow.riders, flow.earlier)
 
 
 def _to_tree(batch: MicroBatch, incoming: Flow | None, state: PassState, step: Tensor | None, tokens: Tensor) -> Tree:
@@ -328,8 +328,8 @@ def _to_tree(batch: MicroBatch, incoming: Flow | None, state: PassState, step: T
 
 
 def _from_input_tree(tree: Tree) -> tuple[MicroBatch, Flow | None, PassState, Tensor | None, Tensor]:
-    parts, (rows, riders), (kept, entry, leave), step, tokens = tree
-    incoming = None if rows is None else Flow(rows, riders)
+    parts, (rows, riders, earlier), (kept, entry, leave), step, tokens = tree
+    incoming = None if rows is None else Flow(rows, riders, earlier)
     return MicroBatch(*parts), incoming, PassState(kept, entry, leave), step, tokens
 
 
@@ -338,7 +338,7 @@ def _output_tree(out: Flow | Objective, state: PassState) -> Tree:
     if isinstance(out, Objective):
         return {"objective": (out.total, out.sums)}
     left = (list(state.kept), dict(state.entry), dict(state.exit))
-    return {"flow": ([out.rows] if out.riders is None else [out.rows, out.riders], left)}
+    return {"flow": ([out.rows] if out.riders is None else [out.rows, out.riders], out.earlier, left)}
 
 
 def _from_tree(tree: Tree, state: PassState) -> Flow | Objective:
@@ -346,5 +346,5 @@ def _from_tree(tree: Tree, state: PassState) -> Flow | Objective:
         total, sums = tree["objective"]
         # the next micro-batch's replay writes to the same place, and sums are read at the end of the step
         return Objective(total, {name: value.clone() for name, value in sums.items()})
-    rows, (state.kept, state.entry, state.exit) = tree["flow"]
-    return Flow(*rows)
+    rows, earlier, (state.kept, state.entry, state.exit) = tree["flow"]
+    return Flow(rows[0], rows[1] if len(rows) > 1 else None, earlier)

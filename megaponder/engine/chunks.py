@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megaponder.config.in_flight import InFlight
 from megaponder.data.batch import MicroBatch
 from megaponder.engine.capture import Captures
-from megaponder.engine.message import pack, unpack
+from megaponder.engine.message import pack, rider_width, unpack
 from megaponder.engine.objective import Objective
 from megaponder.engine.stash import PassState, Stash
 from megaponder.ponder.base import Flow, Pass
@@ -69,11 +69,11 @@ class PassChunk(nn.Module):
             return self._all_passes(index)
         p = self._pass
         state = PassState() if p.index == 0 else self._stash.take(index)
-        incoming = None if message is None else unpack(message, self._runner.stage.method.rider_channels)
+        incoming = None if message is None else self._unpacked(message)
         out = self._runner(p, index, incoming, state, self._step)
         if isinstance(out, Objective):
             return self._runner.tied(p, self._objective(out), message)
-        outgoing = pack(out).contiguous()
+        outgoing = self._runner.stage.depth.pack(pack(out), out.earlier).contiguous()
         if outgoing is message:  # the stage holds no layer of this pass
             outgoing = message.view_as(message)
         outgoing = self._runner.tied(p, outgoing, message)
@@ -81,6 +81,12 @@ class PassChunk(nn.Module):
             outgoing = self._stash.put(index, state, outgoing)
         # the schedule may free the data of sent tensors, so it must own them
         return make_viewless_tensor(outgoing, requires_grad=True, keep_graph=True)
+
+    def _unpacked(self, message: Tensor) -> Flow:
+        stage = self._runner.stage
+        riders = stage.method.rider_channels
+        message, earlier = stage.depth.unpack(message, rider_width(riders, message.dtype))
+        return replace(unpack(message, riders), earlier=earlier)
 
     def _all_passes(self, index: int) -> Tensor:
         state, out = PassState(), None

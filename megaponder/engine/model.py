@@ -43,6 +43,7 @@ from megaponder.config.rules.precision import FP8_ALIGNMENT
 from megaponder.config.schema import RunConfig
 from megaponder.engine import loss
 from megaponder.engine.active_rows import Attending, Rows, unit_of
+from megaponder.engine.earlier import Depth
 from megaponder.engine.fp8 import Fp8
 from megaponder.engine.groups import Groups
 from megaponder.engine.method_tools import StageEntryTools, StageExitTools, run_pre_hooks
@@ -76,7 +77,7 @@ def _cut(p: Pass, flow: Flow) -> Flow:
     """What a pass without gradient passes on."""
     if p.grad:
         return flow
-    return Flow(flow.rows.detach(), None if flow.riders is None else flow.riders.detach())
+    return Flow(flow.rows.detach(), None if flow.riders is None else flow.riders.detach(), flow.earlier)
 
 
 class PonderStage(MegatronModule):
@@ -89,7 +90,7 @@ class PonderStage(MegatronModule):
         assert m.num_layers is not None
         self.num_layers = m.num_layers
         self.skip_halted = cfg.ponder.skip_halted
-        self.z_loss = cfg.train.z_loss
+        self.z_loss, self.depth = cfg.train.z_loss, Depth(cfg)
         self.log_normaliser: Tensor | None = None
         """Of the logits that were read last [n, b]."""
         self.row_multiple = 1 if cfg.precision.fp8 == "none" else FP8_ALIGNMENT
@@ -227,15 +228,18 @@ class PonderStage(MegatronModule):
         if self.groups.is_last_stage and p.last:
             into_coda = lambda rows: self.method.into_coda(p, rows, state.exit, exit_tools)  # noqa: E731
         documents = None if batch.starts_bn is None else Documents(batch.starts_bn, batch.edges)
-        rows, state.kept = self._layers(p, flow, batch.ids_bn.t(), state.kept, into_core, into_coda, documents)
-        flow = _cut(p, Flow(rows, flow.riders))
+        earlier = () if incoming is None else incoming.earlier
+        carried = (batch.ids_bn.t(), earlier, state.kept)
+        rows, state.kept, earlier = self._layers(p, flow, *carried, into_core, into_coda, documents)
+        flow = _cut(p, Flow(rows, flow.riders, earlier))
         if not self.groups.is_last_stage:
             return flow
         if p.last:
             return self.method.readout(p, flow.rows, flow.riders, state.exit, exit_tools)
         if watched:
             state.exit[loss_of_pass(p)] = self.token_losses(exit_tools.norm(flow.rows), batch)
-        return _cut(p, self.method.leave(p, flow.rows, flow.riders, state.exit, exit_tools))
+        left = self.method.leave(p, flow.rows, flow.riders, state.exit, exit_tools)
+        return _cut(p, Flow(left.rows, left.riders, earlier if self.depth.across else ()))
 
     @staticmethod
     def _gradients(p: Pass, begins: bool = False) -> AbstractContextManager[Any]:
@@ -291,12 +295,16 @@ class PonderStage(MegatronModule):
         p: Pass,
         flow: Flow,
         ids_nb: Tensor,
+        given: Sequence[Tensor],
         kept: Sequence[Kept],
         into_core: Hook | None,
         into_coda: Hook | None,
         documents: Documents | None,
-    ) -> tuple[Tensor, list[Kept]]:
-        """This stage's share of the pass's layers; the hooks run before its first layer of the core and of the coda."""
+    ) -> tuple[Tensor, list[Kept], tuple[Tensor, ...]]:
+        """This stage's share of the pass's layers; the hooks run before its first layer of the core and of the coda.
+
+        `given`, and the last of the results: `Flow.earlier`.
+        """
         x, out = flow.rows, []
         riders = self._riders_in_attention(flow.riders)
         whole = x.shape[0] * (self.groups.tp_size if self.config.sequence_parallel else 1)
@@ -309,7 +317,7 @@ class PonderStage(MegatronModule):
             if rotary is not None:
                 column = torch.arange(rotary.shape[2], device=x.device)  # one for all sequences, or each its own
                 rotary = rotary[:, rows.index, column]
-        recomputed = self.recomputed(p.index)
+        earlier, recomputed = self.depth.begin(given, rows), self.recomputed(p.index)
         begin, end = self.method.core or (0, self.num_layers)
         for i, layer in enumerate(self.decoder.layers):
             number = int(layer.layer_number) - 1
@@ -328,12 +336,13 @@ class PonderStage(MegatronModule):
             def run(
                 x: Tensor,
                 riders: Tensor | None,
-                *before: Tensor,
+                *carried: Tensor,
                 layer: Any = layer,
+                count: int = len(before),
                 number: int = number,
                 reads: Reads | None = reads,
                 precision: Callable[[], AbstractContextManager[Any]] = precision,
-            ) -> tuple[Tensor, Kept]:
+            ) -> tuple[Tensor, Kept, Kept]:
                 def attend(q: Tensor, k: Tensor, v: Tensor, kept: Kept, core: Any) -> tuple[Tensor, Kept]:
                     own: Any = self.method_layers[str(number)]
                     first = self.groups.tp_rank * k.shape[2]
@@ -342,20 +351,23 @@ class PonderStage(MegatronModule):
                     return self.method.attend(p, q, k, v, riders, kept, Attending(core, rows, active, *place))
 
                 with precision():  # inside `run`, so that a recomputed layer enters it again
-                    return layer(x, rotary, attend, before, reads)
+                    return layer(x, rotary, attend, carried[:count], reads, carried[count:])
 
             with self._gradients(p, begins=into_core is not None):
                 if i < recomputed and torch.is_grad_enabled():
                     # non-reentrant, with carried tensors as explicit inputs and outputs: gradients stay exact
-                    x, left = checkpoint(run, x, riders, *before, use_reentrant=False, preserve_rng_state=False)
+                    carried = (*before, *earlier.sources())
+                    x, left, made = checkpoint(run, x, riders, *carried, use_reentrant=False, preserve_rng_state=False)
                 else:
-                    x, left = run(x, riders, *before)
+                    x, left, made = run(x, riders, *before, *earlier.sources())
+            earlier.add(number, made)
             out.append(() if p.last else left)
         if into_core is not None:  # the stage holds the prelude alone
             x = self._into_core(p, x, into_core)
         if into_coda is not None:  # there is no coda
             x = into_coda(x)
-        return (x if own is None else own.scatter(x, flow.rows)), out
+        read_out = p.last and self.groups.is_last_stage
+        return (x if own is None else own.scatter(x, flow.rows)), out, () if read_out else earlier.left()
 
     def _into_core(self, p: Pass, x: Tensor, hook: Hook) -> Tensor:
         with self._gradients(p, begins=True):

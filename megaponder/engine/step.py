@@ -203,12 +203,16 @@ class Engine:
         width = config.hidden_size + rider_width(self.stage.method.rider_channels, config.pipeline_dtype)
         shards = self.groups.tp_size if config.sequence_parallel else 1
 
-        def shapes(order: list[tuple[Pass, bool]]) -> Iterator[list[int]]:
+        more, stage = self.stage.depth.widths(passes), self.groups.pp_rank
+
+        def shapes(order: list[tuple[Pass, bool]], sender: int) -> Iterator[list[int]]:
             for p, feedback in order:
-                yield [n * (p.feedback_slots if feedback else p.slots) // shards, b, width]
+                rows = n * (p.feedback_slots if feedback else p.slots) // shards
+                yield [rows, b, width + more[p.index][sender]]
 
         forward, backward = receive_orders(passes, m, group, self.groups)
-        return PassCommunicator(self.groups.pp, config, shapes(forward), shapes(backward))
+        # a gradient has the shape of what this stage sent
+        return PassCommunicator(self.groups.pp, config, shapes(forward, stage - 1), shapes(backward, stage))
 
     def _collect(self, run: Step, tokens: int) -> StepOutput:
         """Sum over micro-batches and data-parallel ranks, then broadcast to every pipeline stage."""

@@ -169,6 +169,11 @@ class DepthBatch:
         kernels: bool | None = None,
     ):
         method: Any = model.ponder
+        if feature(model.config, "depth_attention"):
+            raise UserError(
+                "a model with Depth-Attention cannot be batched by depth, since a pass needs the layers of earlier "
+                "passes; its texts run as one padded batch."
+            )
         if method.stepwise() is None:
             raise UserError(
                 f"method {method.name} cannot be batched by depth: {method.why_not_batched}; its texts run as one "

@@ -7,7 +7,7 @@ The unit is one real token: a pass with m slots a token runs m rows of the stack
     linear      2 L (2 H H_q + 2 H H_kv + nm H F) a row     nm = 3 (SwiGLU) or 2 (GELU); H_q, H_kv: all heads together
                 less 2 (H H_q + nm H F) in the last layer for a row whose output is not read
     attention   4 L H_q a visible key; row i of m n rows sees i + 1 keys of each key set, within the window if any;
-                with documents, n is `data.document_tokens`
+                with documents, n is `data.document_tokens`; and what Depth-Attention mixes (`plan.depth_attention`)
     head        2 V H, in the last pass, for every token
     extra       as given by the method (`extra_flops`): vocabulary mixtures, of tokens that run the next pass; gates
     training    as given by the method (`training_flops`), forward and backward: losses of passes before the last
@@ -22,6 +22,7 @@ from megaponder.config.method_facts import MethodLike, PassLike
 from megaponder.config.recompute import recomputed_layers
 from megaponder.config.schema import DataConfig, ModelConfig, RunConfig
 from megaponder.config.stages import run_in, stage_range
+from megaponder.plan.depth_attention import mixing_flops
 from megaponder.plan.layer import key_flops, linear_flops, unread_flops
 
 BACKWARD = 2.0
@@ -44,6 +45,8 @@ class PassFlops:
     """Part of `extra` that only tokens which run the next pass need."""
     training: float = 0.0
     """FLOPs of training alone, with their backward; in no other number of the pass."""
+    mixing: float = 0.0
+    """Part of `attention`: Depth-Attention."""
     trained: float = 1.0
     """Share of them that has a backward: all, or in passes without gradient the prelude of the first one."""
 
@@ -112,17 +115,18 @@ def seen_together(data: DataConfig) -> float:
     return data.sequence_length
 
 
-def pass_flops(cfg: RunConfig, method: MethodLike, p: PassLike) -> PassFlops:
-    """FLOPs of one pass of a resolved configuration whose vocabulary is known."""
+def pass_flops(cfg: RunConfig, method: MethodLike, p: PassLike, before: Sequence[PassLike] = ()) -> PassFlops:
+    """FLOPs of one pass of a resolved configuration whose vocabulary is known; `before`: earlier ones of its step."""
     model = cfg.model
     assert model.vocab_size and model.hidden_size and model.num_layers
     unread = 0 if p.reads is None else p.slots - len(p.reads)
-    layers = run_in(range(model.num_layers), p.layers)
+    layers, mixing = run_in(range(model.num_layers), p.layers), mixing_flops(model, [*before, p])
     made = PassFlops(
         index=p.index,
         slots=p.slots,
         linear=p.slots * layers * linear_flops(model) - unread * unread_flops(model),
-        attention=p.key_sets * attention_flops(model, seen_together(cfg.data), p.slots, layers),
+        attention=p.key_sets * attention_flops(model, seen_together(cfg.data), p.slots, layers) + mixing,
+        mixing=mixing,
         head=2.0 * model.vocab_size * model.hidden_size if p.last else 0.0,
         extra=method.extra_flops(p, model.vocab_size),
         feedback=method.feedback_flops(p, model.vocab_size),
@@ -141,7 +145,8 @@ def step_flops(cfg: RunConfig, method: MethodLike, step: int = 0) -> StepFlops:
 
 def plan_flops(cfg: RunConfig, method: MethodLike, plan: Sequence[PassLike]) -> StepFlops:
     """FLOPs of a plan."""
-    return StepFlops(tuple(pass_flops(cfg, method, p) for p in plan), tuple(_again(cfg, p) for p in plan))
+    made = tuple(pass_flops(cfg, method, p, plan[:i]) for i, p in enumerate(plan))
+    return StepFlops(made, tuple(_again(cfg, p) for p in plan))
 
 
 def _again(cfg: RunConfig, p: PassLike) -> float:
@@ -184,13 +189,15 @@ def inference_flops(cfg: RunConfig, method: MethodLike, active: Sequence[float] 
     the rows that tokens run on average.  The text is one document.
     """
     cfg = replace(cfg, data=replace(cfg.data, document_attention=False))
-    passes = [pass_flops(cfg, method, p) for p in method.passes(cfg.train.seed, None)]
+    plan = method.passes(cfg.train.seed, None)
+    passes = [pass_flops(cfg, method, p, plan[:i]) for i, p in enumerate(plan)]
     if len(passes) > 1 and passes[-1].slots > 1:
         last, model = passes[-1], cfg.model
         shares = list(active) if len(active) == last.slots else [1.0] * last.slots
         rows = sum(shares)
         assert model.num_layers
         stack = rows * model.num_layers * linear_flops(model) + attention_flops(model, cfg.data.sequence_length, rows)
+        stack += rows * mixing_flops(model, plan[:1])  # of the first pass, which has one row
         feedback = sum(shares[1:]) * passes[0].extra  # of one row: pass 0 feeds back one
         return stack + last.head + last.extra + feedback
     shares = list(active) if len(active) == len(passes) else [1.0] * len(passes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaponder.config.model import ModelConfig
+from megaponder.plan.depth_attention import mixing_bytes
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def attention_bytes(model: ModelConfig, e: int, te: bool) -> float:
         kept += width * 4  # the FP32 input
     if not grouped and (model.qk_norm == "all" or (model.qkv_bias == "qk" and model.qk_norm != "head")):
         kept += width * e  # v is a part of the projection's output, all of which stays
-    return kept
+    return kept + mixing_bytes(model, e)
 
 
 def mlp_elements(model: ModelConfig) -> int:

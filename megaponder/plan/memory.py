@@ -16,6 +16,7 @@ from megaponder.config.recompute import recomputed_layers
 from megaponder.config.rules.layout import choose_group
 from megaponder.config.schema import ParallelConfig, PrecisionConfig, RunConfig
 from megaponder.config.stages import run_in, stage_range
+from megaponder.plan.depth_attention import made_bytes
 from megaponder.plan.layer import attention_bytes, mlp_elements, norms_bytes, pre_norms_bytes
 from megaponder.plan.parameters import NONE, Parameters, rank_parameters
 
@@ -175,8 +176,11 @@ def _working(cfg: RunConfig, rows: int) -> float:
 
 
 def layer_input(cfg: RunConfig, rows: int) -> float:
-    """Bytes that a recomputed layer keeps: the hidden states of its rows on one rank."""
-    return rows * (cfg.model.hidden_size or 0) * element_bytes(cfg.precision) / _sequence_shards(cfg.parallel)
+    """Bytes that a recomputed layer keeps: the hidden states of its rows on one rank, and what it makes for later
+    layers."""
+    e = element_bytes(cfg.precision)
+    made = made_bytes(cfg.model, e) / cfg.parallel.tensor
+    return rows * ((cfg.model.hidden_size or 0) * e / _sequence_shards(cfg.parallel) + made)
 
 
 def _pass_activations(

@@ -202,6 +202,8 @@ class Flow:
     rows: Tensor
     riders: Tensor | None = None
     """FP32 in every precision: they cross pipeline stages without rounding."""
+    earlier: tuple[Tensor, ...] = ()
+    """The engine's: keys and values of earlier layers in turn, of all rows and this rank's heads (Depth-Attention)."""
 
 
 @dataclass

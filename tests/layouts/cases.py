@@ -164,6 +164,34 @@ CASES = {
             "rotary_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100},
         },
     ),
+    # keys and values of earlier layers cross stages and passes, in another grouping than the layers
+    "depth-across-gqa": Case(
+        "llama", "loop", {"extra_passes": 1}, {"num_kv_heads": 2, "depth_attention": {"sources": "last:3"}}
+    ),
+    "depth-within-deep": Case(
+        "qwen3",
+        "ponderlm2",
+        {"latents": 1, "jacobi": 1},
+        {
+            "num_layers": 6,
+            "num_kv_heads": 2,
+            "depth_attention": {"sources": "last:4", "values": "raw", "query": "mean_prob", "passes": "within"},
+        },
+    ),
+    "depth-blocks-deep": Case(
+        "pythia",
+        "ponderlm",
+        {"steps": 1},
+        {"num_layers": 6, "depth_attention": {"own": "residual", "passes": "within", "blocks": 3}},
+        stages={2: [2, 4]},
+    ),
+    "depth-skip": Case(
+        "pythia",
+        "adaponderlm",
+        {"threshold": 0.5, "steps": 2, "cost_weight": 0.3},
+        {"depth_attention": {"sources": "last:5"}},
+        skip=True,
+    ),
     "halfway-llama": Case("llama", "halfway"),
     "huginn-llama": Case(
         "llama",
@@ -297,6 +325,7 @@ REPRESENTATIVES = (
     "sandwich-gqa",
     "huginn-llama",
     "parcae-llama",
+    "depth-across-gqa",
     "everything-llama",
     "everything-deep",
 )

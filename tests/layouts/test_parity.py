@@ -23,6 +23,7 @@ from megaponder.engine import groups  # noqa: E402
 from megaponder.engine.build import build_engine  # noqa: E402
 from megaponder.ponder.settings import embedding_scale, method_of  # noqa: E402
 
+ALL = {"sources": "all"}
 ODD = {
     "llama-gqa-theta-eps": Case(
         "llama", "ponderlm", {"steps": 2}, {"num_kv_heads": 1, "rotary_base": 5e5, "norm_eps": 0.1}
@@ -96,6 +97,43 @@ ODD = {
         "ponderlm",
         {"steps": 1},
         {"norm_placement": "post", "parallel_residual": True, "qkv_bias": "qk", "qk_norm": "head", "num_kv_heads": 2},
+    ),
+    "depth-all-raw-prob": Case(
+        "qwen3",
+        "vanilla",
+        {},
+        {"num_layers": 3, "num_kv_heads": 2, "depth_attention": {"values": "raw", "query": "mean_prob"}},
+    ),
+    "depth-stride-residual": Case(
+        "pythia",
+        "loop",
+        {"extra_passes": 1},
+        {"num_layers": 3, "depth_attention": {"sources": "stride:2", "own": "residual", "scale": 0.5}},
+    ),
+    "depth-listed-latents": Case(
+        "llama",
+        "ponderlm3",
+        {"latents": 2, "jacobi": 2, "threshold": 0.3, "cost_weight": 0.3},
+        {"num_layers": 3, "depth_attention": {"sources": [0, 1], "passes": "within"}, "num_kv_heads": 2},
+    ),
+    "depth-blocks-residual-prob": Case(
+        "llama",
+        "ponderlm",
+        {"steps": 1},
+        {
+            "num_layers": 4,
+            "num_kv_heads": 2,
+            "depth_attention": {"own": "residual", "query": "mean_prob", "blocks": 2, "passes": "within"},
+        },
+    ),
+    "depth-merged": Case(
+        "llama", "adaptive_cot", {"threshold": 0.3, "cost_weight": 1.0}, {"num_kv_heads": 2, "depth_attention": ALL}
+    ),
+    "depth-ouro": Case(
+        "llama",
+        "ouro",
+        {"loops": 2, "entropy_weight": 0.2, "threshold": 0.7},
+        {"norm_placement": "sandwich", "depth_attention": ALL},
     ),
     "frozen-norms-relu": Case("gpt2", "ponderlm", {"steps": 1}, {"norm_affine": False, "activation": "relu"}),
     "pythia-pause": Case("pythia", "pause", {"pauses": 1, "pause_token_id": 3}),

@@ -38,6 +38,51 @@ def causal(n: int) -> Tensor:
     return torch.full((n, n), -math.inf, dtype=torch.float64).triu(1)
 
 
+class DepthAttention:
+    """One key/value head at a time, as the formula says it."""
+
+    def __init__(self, m: Any):
+        self.m, self.layers = m, []
+        self.o = {"sources": "all", "values": "mixed", "query": "mean_query", "own": "softmax", "scale": 0.0}
+        self.o |= {"passes": "across", "blocks": 1} | (m.depth_attention or {})
+
+    def begin_pass(self) -> None:
+        if self.o["passes"] == "within":
+            self.layers.clear()
+
+    def earlier(self, layer: int) -> list[tuple[int, Tensor, Tensor]]:
+        kind, _, n = str(self.o["sources"]).partition(":")
+        found, size = self.layers, self.m.num_layers // self.o["blocks"]
+        if self.o["blocks"] > 1:  # within a pass
+            found = [x for x in found if x[0] // size == layer // size]
+        if kind == "last":
+            return found[-int(n) :]
+        if kind == "stride":
+            return [x for back, x in enumerate(found[::-1], start=1) if back % int(n) == 0][::-1]
+        return found if kind == "all" else [x for x in found if x[0] in self.o["sources"]]
+
+    def mixed(self, name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [rows, h, d], k and v [rows, g, d]."""
+        layer = int(name.split(".")[2])
+        groups, d = k.shape[1:]
+        tau, earlier = self.o["scale"] or d**-0.5, self.earlier(layer)
+        out = []
+        for g in range(groups):
+            heads = q[:, g * (q.shape[1] // groups) : (g + 1) * (q.shape[1] // groups)]
+            keys, values = [x[1][:, g] for x in earlier], [x[2][:, g] for x in earlier]
+            if self.o["own"] == "softmax":
+                keys, values = [*keys, k[:, g]], [*values, v[:, g]]
+            u = torch.zeros_like(v[:, g]) if self.o["own"] == "softmax" else v[:, g]
+            if keys:
+                queries = heads.mean(1, keepdim=True) if self.o["query"] == "mean_query" else heads
+                scores = tau * torch.einsum("thd,jtd->thj", queries, torch.stack(keys))
+                u = u + torch.einsum("tj,jtd->td", scores.softmax(-1).mean(1), torch.stack(values))
+            out.append(u)
+        u = torch.stack(out, dim=1)
+        self.layers.append((layer, k, v if self.o["values"] == "raw" else u))
+        return u
+
+
 class Oracle:
     """`weights` by name; `m` is a resolved model section."""
 
@@ -48,6 +93,7 @@ class Oracle:
         """What a method adds to the values [n, g, d] of an attention, by its name and input [n, H]."""
         self.table = self.w["embedding.word_embeddings.weight"][: m.vocab_size]
         self.head = self.table if m.tie_embeddings else self.w["output_layer.weight"][: m.vocab_size]
+        self.depth = DepthAttention(m)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         weight = self.w[f"{name}.weight"]  # the engine's frozen ones are 1 and 0
@@ -118,9 +164,11 @@ class Oracle:
         q, k = self.rotate(q, positions), self.rotate(k, positions)
         if m.qk_norm == "rotated":  # the engine runs in FP32
             q, k = (y / (y.pow(2).mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt() for y in (q, k))
-        k = k.repeat_interleave(per_group, dim=1)
         v = qkv[:, :, per_group + 1]
-        v = (v if self.more_values is None else v + self.more_values(name, x)).repeat_interleave(per_group, dim=1)
+        v = v if self.more_values is None else v + self.more_values(name, x)
+        if m.depth_attention:
+            v = self.depth.mixed(name, q, k, v)
+        k, v = (y.repeat_interleave(per_group, dim=1) for y in (k, v))
         if keys is not None:
             k, v = keys(name, k, v)
         logits = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(d)
@@ -159,6 +207,7 @@ class Oracle:
                 return y + out
             return self.norm(y + out, name) if placement == "stream" else y + self.norm(out, name)
 
+        self.depth.begin_pass()
         for i in range(self.m.num_layers) if layers is None else layers:
             at = f"decoder.layers.{i}"
             normed = before(x, f"{at}.input_layernorm")
@@ -182,6 +231,7 @@ class Oracle:
         """Logits, and for the adaptive methods depth and auxiliary loss, of a sequence [n]."""
         from tests.oracles import adaptive, looped
 
+        self.depth.layers.clear()
         if (found := (adaptive.METHODS | looped.METHODS).get(method)) is not None:
             return found(self, ids, options, labels)
         return Result(self._plain(ids, method, options))

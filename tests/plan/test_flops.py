@@ -204,6 +204,30 @@ def test_a_decoded_token_costs_its_rows_once() -> None:
     assert half == pytest.approx(1.5 * linear + 4 * layers * h * 1.5 * (1.5 * n + 1) / 2 + head, rel=1e-3)
 
 
+def test_depth_attention_by_hand() -> None:
+    """llama-410m: 24 layers, 1024 channels in 16 heads; a layer and each source cost 4 x 1024 (a score, a share)."""
+    cfg = config("llama-410m", "loop", extra_passes=1)
+
+    def mixed(**depth: Any) -> float:
+        cfg.model.depth_attention = {}
+        plain = step_flops(cfg, method_of(cfg)).forward
+        cfg.model.depth_attention = {"sources": "all", **depth}
+        found = step_flops(cfg, method_of(cfg))
+        assert found.forward - plain == pytest.approx(sum(p.mixing for p in found.passes), rel=1e-6)
+        return sum(p.mixing for p in found.passes) / 4096
+
+    # the nth of all layers has n sources, and competes itself unless there are none
+    assert mixed() == pytest.approx(sum(n + 1 for n in range(1, 48)))
+    assert mixed(passes="within") == pytest.approx(2 * sum(n + 1 for n in range(1, 24)))
+    assert mixed(own="residual", sources="last:4") == pytest.approx(1 + 2 + 3 + 44 * 4)
+    assert mixed(sources="stride:10") == pytest.approx(10 * 2 + 10 * 3 + 10 * 4 + 8 * 5)
+    assert mixed(sources=[3, 20], passes="within") == pytest.approx(2 * (17 * 2 + 3 * 3))
+    assert mixed(blocks=4, passes="within") == pytest.approx(8 * (2 + 3 + 4 + 5 + 6))
+    cfg.model.num_kv_heads = 4  # a quarter of it for values, and scores of all heads or of their mean
+    assert mixed(query="mean_prob", passes="within") == pytest.approx((4 + 1) / 8 * 2 * sum(range(2, 25)))
+    assert mixed(passes="within") == pytest.approx(2 / 8 * 2 * sum(range(2, 25)))
+
+
 @pytest.mark.parametrize(("window", "slots"), [(0, 1), (5, 1), (5, 3), (16, 2), (40, 2)])
 def test_a_window_hides_the_keys_before_it(window: int, slots: int) -> None:
     tokens, model = 16, config("llama-tiny").model

@@ -29,6 +29,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "post-parallel": {"family": "pythia", "norm_placement": "post", "norm_affine": False, "activation": "relu2"},
     "stream": {"family": "llama", "norm_placement": "stream", "qkv_bias": "qk", "rotary_pairs": "adjacent"},
     "rotated-norm": {"family": "llama", "qk_norm": "rotated", "num_kv_heads": 2, "activation": "relu"},
+    "depth": {"family": "llama", "depth_attention": {"sources": "all"}},
+    "depth-gqa": {"family": "llama", "num_kv_heads": 2, "depth_attention": {"values": "raw", "own": "residual"}},
     "wide-heads": {"family": "llama", "head_size": 24, "num_kv_heads": 2, "qkv_bias": True, "activation": "gelu"},
 }
 TOKENS, BATCH, VOCAB = 64, 2, 512

@@ -6,6 +6,7 @@ import math
 
 from megaponder.config.model import SCALINGS
 from megaponder.config.rules.case import Case, Rule, nearest_divisor, nearest_multiple, require
+from megaponder.config.rules.depth_attention import RULES as DEPTH_ATTENTION
 
 
 def heads_divide_hidden(c: Case) -> None:
@@ -93,5 +94,6 @@ RULES: tuple[Rule, ...] = (
     rotary_dims_are_even,
     norms_fit,
     rotary_scaling_is_whole,
+    *DEPTH_ATTENTION,
 )
 """Without these a model cannot be built at all."""
