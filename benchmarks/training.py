@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from benchmarks.command import add_output, number, parser, script, write
 from benchmarks.report import origin
+from megaponder.backbone.depth import kernel as fused_depth
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import ModelConfig, RunConfig
 from megaponder.errors import ConfigError, UserError
@@ -62,6 +63,10 @@ class Row:
     tensor: int = 1
     pipeline: int = 1
     micro_batches: int | None = None
+    features: dict[str, Any] = field(default_factory=dict)
+    """Of the model."""
+    unfused: bool = False
+    """Depth-Attention by PyTorch's operations."""
 
 
 PONDER = ("ponderlm", {"steps": 3})
@@ -130,6 +135,17 @@ def _looped() -> list[Row]:
     ]  # fmt: skip
 
 
+def _depth_attention() -> list[Row]:
+    rows = []
+    for name, heads in (("16 key/value heads", {}), ("4 key/value heads", {"num_kv_heads": 4})):
+        rows.append(Row(f"plain, {name}", "llama-410m", batch=8, features=heads))
+        for sources, unfused in (("all", False), ("last:4", False), ("all", True)):
+            features = {**heads, "depth_attention": {"sources": sources}}
+            told = f"{sources}, {name}" + (", unfused" if unfused else "")
+            rows.append(Row(told, "llama-410m", batch=8, features=features, unfused=unfused))
+    return rows
+
+
 TABLES: dict[str, list[Row]] = {
     "baseline": [*_paired("llama-410m", 8), *_paired("llama-1.4b", 4)],
     "methods": [
@@ -144,6 +160,7 @@ TABLES: dict[str, list[Row]] = {
     "ponderlm2": _latents(),
     "halting": _halting(),
     "looped": _looped(),
+    "depth-attention": _depth_attention(),
     "one-gpu": [
         Row("K=4, batch 2", "llama-1.4b", *LOOP, batch=2, micro_batches=8),
         Row("K=4, batch 4", "llama-1.4b", *LOOP, batch=4, micro_batches=4),
@@ -164,7 +181,7 @@ TABLES: dict[str, list[Row]] = {
 def config(row: Row, micro_batches: int, world: int | None = None) -> RunConfig:
     """The row as a run configuration, for as many GPUs as the launcher started or `world`."""
     world = world or int(os.environ.get("WORLD_SIZE", "1"))
-    cfg = RunConfig(model=ModelConfig(preset=row.preset, vocab_size=VOCAB, vocab_multiple=128))
+    cfg = RunConfig(model=ModelConfig(preset=row.preset, vocab_size=VOCAB, vocab_multiple=128, **row.features))
     cfg.ponder.method, cfg.ponder.options, cfg.ponder.skip_halted = row.method, dict(row.options), row.skip
     cfg.data.sequence_length = LENGTH
     p = cfg.parallel
@@ -194,6 +211,7 @@ def batches(row: Row, micro_batches: int, draw: torch.Generator) -> list[Any]:
 
 def ours(row: Row, micro_batches: int) -> tuple[Callable[[int], float], dict[str, Any]]:
     """A function that takes training steps of this system, and what is known of the row."""
+    from megaponder.backbone import depth
     from megaponder.engine import build, groups
     from megaponder.plan import flops
     from megaponder.ponder.settings import method_of
@@ -206,6 +224,7 @@ def ours(row: Row, micro_batches: int) -> tuple[Callable[[int], float], dict[str
     if row.halted is not None:
         _halt_at_random(method, row.halted)
     build.initialise = _quick_weights  # type: ignore[assignment]
+    depth.kernel = (lambda: None) if row.unfused else fused_depth  # type: ignore[assignment]
     engine = build.build_engine(cfg, method, place)
     optimizer = build_optimizer(cfg, engine.ddp)
     for group in optimizer.param_groups:

@@ -36,6 +36,9 @@ QUESTIONS = {
         "ponderlm2", *(f"adaptive_cot-{t}" for t in TARGETS), "adaptive_cot-paper", "adaptive_cot-mlp",
         "adaptive_cot-none",
     ),
+    "(g) Depth-Attention in plain and looped models": (
+        "vanilla", "depth-attention", "loop", "loop-depth-attention",
+    ),
 }  # fmt: skip
 
 

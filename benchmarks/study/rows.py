@@ -117,6 +117,10 @@ def _kinds() -> Iterator[Kind]:
         yield Kind(f"adaponderlm-{told}", "adaponderlm", "ponderlm", {**saved, **gates}, ramped=True)
     for router in ("mlp", "none"):
         yield Kind(f"adaptive_cot-{router}", "adaptive_cot", "ponderlm2", {"steps": STEPS, "router": router})
+    # features of attention
+    yield Kind("depth-attention", "vanilla", "vanilla", model={"depth_attention": {"sources": "all"}})
+    near = {"depth_attention": {"sources": "last:6"}}  # as many as the stack of 6 x 256 has layers
+    yield Kind("loop-depth-attention", "loop", "loop", {"extra_passes": STEPS}, model=near)
 
 
 def _budgeted(method: str, family: str, options: dict[str, Any], target: float) -> Kind:

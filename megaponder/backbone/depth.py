@@ -8,14 +8,16 @@ Attention then reads (k, u), and so does a cache: it is no larger.  There are no
 itself, so nothing here depends on order, masks or padding; as all layers rotate alike, RoPE changes no score.
 
 Nothing is stacked: the backward reads the same tensors once more, which attention and earlier layers hold anyway, and
-makes the weights anew.
+makes the weights anew.  On GPUs it is one kernel each way (`backbone.depth_kernel`), unless heads weigh by themselves.
 
 Shapes: s rows, b micro-batch, h heads, g key/value heads of this rank, r = h / g, d head size, j earlier layers.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -75,22 +77,33 @@ class _Mix(torch.autograd.Function):
         return None, None, to_q.flatten(2, 3).to(q.dtype), *to_keys, *to_values
 
 
-def mix(depth: DepthAttention, q: Tensor, k: Tensor, v: Tensor, sources: Sequence[Tensor]) -> Tensor:
-    """The values u [s, b, g, d] that attention reads; `sources` are keys and values of earlier layers, in turn.
+@functools.cache
+def kernel() -> ModuleType | None:
+    """The fused form; None where there is no Triton."""
+    try:
+        from megaponder.backbone import depth_kernel
+    except ImportError:
+        return None
+    return depth_kernel
 
-    q [s, b, h, d] and k, v [s, b, g, d] are the layer's own.
+
+def mix(
+    depth: DepthAttention, q: Tensor, k: Tensor, v: Tensor, sources: Sequence[Tensor], fused: bool | None = None
+) -> tuple[Tensor, ...]:
+    """The values u [s, b, g, d] that attention reads, then the sources in the form that later layers must read.
+
+    q [s, b, h, d] and k, v [s, b, g, d] are the layer's own; `sources` are keys and values of earlier layers, in turn.
+    `fused`: by the kernel; None: where it can.
     """
     if not sources:
-        return v
-    scale = depth.scale or q.shape[-1] ** -0.5
-    keys, values = list(sources[0::2]), list(sources[1::2])
-    if depth.own == "residual":
-        mixed: Tensor = _Mix.apply(depth.query == "mean_query", scale, q, *keys, *values)
-        return v + mixed
-    out: Tensor = _Mix.apply(depth.query == "mean_query", scale, q, *keys, k, *values, v)
-    return out
-
-
-def entry(depth: DepthAttention, k: Tensor, v: Tensor, u: Tensor) -> Entry:
-    """What later layers mix with."""
-    return k, (v if depth.values == "raw" else u)
+        return (v,)
+    scale, competes, triton = depth.scale or q.shape[-1] ** -0.5, depth.own == "softmax", kernel()
+    if fused is None:
+        fused = q.is_cuda and depth.query == "mean_query" and triton is not None
+    if fused:
+        assert triton is not None and depth.query == "mean_query"
+        mixed, *sources = triton.mix(scale, competes, *(x.contiguous() for x in (q, k, v)), sources)
+    else:
+        keys, values = [*sources[0::2], *([k] if competes else [])], [*sources[1::2], *([v] if competes else [])]
+        mixed = _Mix.apply(depth.query == "mean_query", scale, q, *keys, *values)
+    return mixed if competes else v + mixed, *sources

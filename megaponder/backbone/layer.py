@@ -138,15 +138,17 @@ class PonderAttention(SelfAttention):
     ) -> tuple[Tensor, Tensor | None, Kept, Kept]:
         """Output without its bias, the bias, what the method keeps, and what Depth-Attention gives to later layers.
 
-        `sources`: what it has from earlier ones, keys and values [s, b, g, d] in turn.
+        `sources`: what it has from earlier ones, keys and values [s, b, g, d] in turn.  It gives its own, then the
+        sources once more: later layers take these, so that gradients come in one by one.
         """
         qkv, _ = self.linear_qkv(x_sbh)
         heads, groups = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
         q, k, v = self._heads(qkv, rotary, heads, groups)
         made: Kept = ()
         if self._depth is not None:
-            mixed = depth.mix(self._depth, q, k, v, sources)
-            made, v = depth.entry(self._depth, k, v, mixed), mixed
+            k, v = k.contiguous(), v.contiguous()  # later layers read them, too
+            mixed, *passed = depth.mix(self._depth, q, k, v, sources)
+            made, v = (k, v if self._depth.values == "raw" else mixed, *passed), mixed
         out, kept = attend(q, k, v, kept, self.core_attention)
         out = read_rows(out, reads)
         projected, bias = self.linear_proj(out.reshape(*out.shape[:2], -1))

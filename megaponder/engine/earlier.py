@@ -69,19 +69,23 @@ class Earlier:
 
     def __init__(self, depth: Depth, given: Sequence[Tensor], rows: Rows | None):
         self._depth, self._rows = depth, rows
-        own = [x if rows is None else rows.gather(x) for x in given]
+        own = [x.contiguous() if rows is None else rows.gather(x) for x in given]
         self._entries: list[Entry] = list(zip(own[0::2], own[1::2], strict=True))
 
     def sources(self) -> list[Tensor]:
         """Of the next layer: keys and values in turn."""
-        if self._depth.feature is None:
-            return []
-        return [x for entry in self._depth.feature.of(self._entries) for x in entry]
+        return [x for i in self._picked() for x in self._entries[i]]
+
+    def _picked(self) -> list[int]:
+        return [] if self._depth.feature is None else self._depth.feature.of(range(len(self._entries)))
 
     def add(self, layer: int, made: Sequence[Tensor]) -> None:
-        """Layer `layer` has run and made a key and a value for later ones (or nothing, without the feature)."""
+        """Layer `layer` has run and made a key and a value for later ones, then its sources once more; without the
+        feature, nothing."""
         if self._depth.feature is not None:
-            k, w = made
+            k, w, *passed = made
+            for i, entry in zip(self._picked(), zip(passed[0::2], passed[1::2], strict=True), strict=True):
+                self._entries[i] = entry
             self._entries = self._depth.feature.after(self._entries, (k, w), layer, self._depth.layers)
 
     def left(self) -> tuple[Tensor, ...]:

@@ -25,7 +25,7 @@ def tensors(sources: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> 
 
 
 def mixed(form: DepthAttention, q: Any, k: Any, v: Any, *sources: Any) -> torch.Tensor:
-    return depth.mix(form, q, k, v, sources)
+    return depth.mix(form, q, k, v, sources)[0]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda f: f"{f.query}-{f.own}")

@@ -92,11 +92,25 @@ CASES: dict[str, dict[str, Any]] = {
     "adaponderlm-documents-gathered": {
         "family": "pythia", "method": "adaponderlm", "options": {"steps": 2}, "skip": True, "documents": True,
     },
+    "depth": {
+        "family": "llama", "method": "loop", "options": {"extra_passes": 1},
+        "features": {"num_kv_heads": 2, "depth_attention": {"sources": "last:3"}},
+    },
+    "depth-gathered": {
+        "family": "llama", "method": "adaponderlm", "options": {"target": 0.6}, "skip": True,
+        "features": {"depth_attention": {"sources": "all"}},
+    },
+    "depth-recompute": {
+        "family": "pythia", "method": "ponderlm", "options": {"steps": 1}, "recompute": True,
+        "features": {"depth_attention": {"own": "residual", "values": "raw"}},
+    },
     "ponderlm-recompute": {"family": "pythia", "method": "ponderlm", "options": {"steps": 2}, "recompute": True},
 }  # fmt: skip
 SPREAD: dict[str, dict[str, Any]] = {
     "vanilla-pp2": CASES["vanilla"] | {"pipeline": 2, "micro_batches": 4},
     "ponderlm-pp2": CASES["ponderlm"] | {"pipeline": 2, "micro_batches": 5},
+    "depth-pp2": CASES["depth"] | {"pipeline": 2, "micro_batches": 4},
+    "depth-tp2": CASES["depth"] | {"tensor": 2},
     "ponderlm2-drawn-pp2": CASES["ponderlm2-drawn"] | {"pipeline": 2, "micro_batches": 3},
     "huginn-pp2": CASES["huginn"] | {"pipeline": 2, "micro_batches": 4},
     "huginn-tp2": CASES["huginn"] | {"tensor": 2},

@@ -44,6 +44,8 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qk-norm-layernorm": ("pythia", {"qk_norm": "head"}),
+    "depth": ("qwen3", {"num_kv_heads": 2, "depth_attention": {"sources": "all"}}),
+    "depth-prob": ("pythia", {"depth_attention": {"sources": "last:3", "query": "mean_prob", "own": "residual"}}),
 }
 
 

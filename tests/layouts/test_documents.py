@@ -66,6 +66,7 @@ CHOSEN = (
     "pruned-gpt2-skip",
     "confident-budget-skip",
     "window-yarn-gqa",
+    "depth-skip",
     "parcae-llama",
     "retrofit-llama",
     "ouro-sandwich",
