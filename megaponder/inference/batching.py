@@ -188,7 +188,7 @@ class DepthBatch:
         self.tokens = model.config.max_position_embeddings if tokens is None else tokens
         self.window = feature(model.config, "attention_window")
         if self.window and method.merge:
-            raise UserError(f"method {method.name} with a sliding window cannot be batched by depth.")
+            raise UserError(f"method {model.ponder.name} with a sliding window cannot be batched by depth.")
         self.deepest, self.budget, self.counts = self.method.deepest(), self.method.kv_budget, Counts()
         self.slots_each = min(self.deepest, self.budget or self.deepest)
         cuda = model.device.type == "cuda"

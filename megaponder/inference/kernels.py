@@ -34,10 +34,11 @@ def overlaps(device: torch.device) -> bool:
 
 
 def tile(outputs: int, inputs: int) -> tuple[int, int, int]:
-    """The tile of a matrix: some thousand programs, each of which has two tiles of 16 KB in flight."""
+    """The tile of a matrix, by its size: what was best of seven on an H200 (benchmarks/results/one-row-cuda.md)."""
     if (found := TILES.get((outputs, inputs))) is not None:
         return found
-    return (2 if outputs <= 4096 else 4), min(2048, triton.next_power_of_2(inputs)), 8
+    block, warps = (1024, 4) if outputs * inputs < 1 << 24 else (2048, 8)
+    return 2, min(block, triton.next_power_of_2(inputs)), warps
 
 
 @triton.jit

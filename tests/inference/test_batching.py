@@ -26,7 +26,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "pruned_ponderlm": {"steps": 3, "depth": 2.4},
     "confident_ponderlm": {"steps": 2, "threshold": 0.06},
     "ouro": {"loops": 3, "threshold": 0.7, "skips_loops": True},
-    **{name: models.METHODS[name] for name in models.LATENT},
+    **{name: models.METHODS[name] for name in (*models.LATENT, "nanbeige")},
 }
 NEW = 12
 CASES = [
@@ -92,8 +92,20 @@ def test_passes_thresholds_and_ends() -> None:
     assert got.tokens == words[: words.index(end) + 1]
     with pytest.raises(UserError, match="a prompt of 12 tokens and 30 new ones exceed the longest text of 40"):
         DepthBatch(net, tokens=40).run(prompts(), 30)
-    with pytest.raises(UserError, match="method pause cannot be batched by depth"):
-        DepthBatch(models.model("llama", "pause"))
+
+
+def test_methods_without_passes_of_their_own_are_refused() -> None:
+    for method, why, options in (
+        ("pause", "all rows of a token run in one pass", {}),
+        ("huginn", "its first and last layers run once a token, and those between several times", {}),
+        ("nanbeige", "its middle layers run more often than the others", {"loops": 2, "middle": 2}),
+        ("ouro", "without skips_loops every token runs every loop, whatever its exit", {"loops": 3}),
+    ):
+        given = {"method_options": options} if options else {}
+        with pytest.raises(UserError, match=f"method {method} cannot be batched by depth: {why}; its texts run as one"):
+            DepthBatch(models.model("llama", method, **given))
+    with pytest.raises(UserError, match="ponderlm3 with a sliding window cannot be batched by depth"):
+        DepthBatch(models.model("llama", "ponderlm3", attention_window=4))
 
 
 def test_sliding_windows() -> None:

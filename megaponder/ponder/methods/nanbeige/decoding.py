@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megaponder.decoding.method import DecodingMethod
 from megaponder.decoding.passes import Reading, Run
+from megaponder.decoding.steps import State, Stepwise
 
 
 class Nanbeige(DecodingMethod):
@@ -16,6 +17,10 @@ class Nanbeige(DecodingMethod):
     name = "nanbeige"
     defaults = {"loops": 2, "norm_between": True, "middle": 0, "share_kv": False}
     training_only = ("loss_weights",)
+    why_not_batched = "its middle layers run more often than the others"
+
+    def stepwise(self) -> Stepwise | None:
+        return None if self.options["middle"] else WholeLoops(self)
 
     def kv_passes(self) -> int:
         return 0 if self.options["share_kv"] else self.options["loops"] * self._repeats()
@@ -52,3 +57,20 @@ class Nanbeige(DecodingMethod):
             if self.options["norm_between"] or loop == loops - 1:
                 x = net.norm(x)
         return x
+
+
+class WholeLoops(Stepwise):
+    """Loops of the whole stack, each a pass."""
+
+    name = "nanbeige, loop by loop"
+
+    def __init__(self, form: Nanbeige):
+        self.config, self.options = form.config, form.options
+
+    def trained(self) -> int:
+        return int(self.options["loops"])
+
+    def leave(self, model: Any, index: int | Tensor, h: Tensor, state: State, positions: Tensor) -> bool | Tensor:
+        state["out"] = model.model.norm(h)
+        state["x"] = state["out"] if self.options["norm_between"] else h
+        return index + 1 < self.deepest()
