@@ -88,9 +88,9 @@ def test_answers_show_the_best_rate_with_its_seeds() -> None:
 
     three = [row(0.006, seed, loss) for seed, loss in ((1, 3.33), (2, 3.34), (3, 3.35))]
     told = answers.text([*three, row(0.012, 1, 3.339), row(0.003, 1, 3.4)])
-    assert told.count("| loop | 0.006 | 3 | 3.3400 ± 0.0100 | 1.0000 |") == 2  # in (a) and (b)
+    assert told.count("| loop | 0.006 | 3 | 3.3400 ± 0.0100 | 1.0000 |") == 3  # in (a), (b) and (g)
     assert "| loop | 0.012 | 1 | 3.3340 | " in answers.text([*three, row(0.012, 1, 3.334)])
-    assert all(f"## ({letter}) " in told for letter in "abcdef")
+    assert all(f"## ({letter}) " in told for letter in "abcdefg")
 
 
 def test_a_row_waits_for_memory() -> None:
