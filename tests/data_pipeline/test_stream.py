@@ -18,7 +18,7 @@ from megaponder.data.batch import MicroBatch
 from megaponder.data.sample_order import EpochGPTDataset, epochs_for, samples_in
 from megaponder.data.stream import SampleStream, build_streams
 from megaponder.errors import ConfigError, UserError
-from tests.data_pipeline.make import config, random_documents, write_documents
+from tests.data_pipeline.make import EOD, config, random_documents, write_documents
 from tests.distributed import Workers, run_workers
 
 SEQ = 16
@@ -250,3 +250,16 @@ def test_an_order_that_does_not_fit_in_memory_is_refused_before_the_work() -> No
     dataset.num_samples, dataset.dataset_path = 10**13, "tiny"
     with pytest.raises(UserError, match=r"10,000,000,000,000 sequences of tiny, .* does not fit in memory"):
         dataset._order(np.ones(3, np.int32), np.arange(3), 10**10)
+
+
+def test_batches_know_their_documents(tmp_path: Path) -> None:
+    a = write_documents(tmp_path / "a", random_documents([5, 9, 3, 12] * 20))
+    cfg = config(tmp_path, [a], document_attention=True)
+    streams = build_streams(cfg, 4, 2)
+    for stream in (streams.train, streams.valid[""]):
+        batch = stream.micro_batches(0, 2, 2, 0, 1)[0]
+        ids = batch.ids_bn.numpy()
+        assert (ids[:, :-1] == EOD).any() and batch.starts_bn is not None and batch.edges is not None
+        for row, starts in zip(ids, batch.starts_bn.tolist(), strict=True):
+            expected = [max([0, *(j + 1 for j in range(i) if row[j] == EOD)]) for i in range(len(row))]
+            assert starts == expected
