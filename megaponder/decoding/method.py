@@ -93,9 +93,9 @@ class DecodingMethod:
         net = model.model
         return net.norm(net.stack(net.embed(net.words(ids), run.positions), 0, run.view()))
 
-    def mixture(self, model: Any, h: Tensor, topk: int = 0) -> Tensor:
-        """softmax(h Wo^T) (c We) over the vocabulary, or over every token as likely as the topk-th."""
-        logits = wide(model.lm_head(h))
+    def mixture(self, model: Any, h: Tensor, topk: int = 0, logits: Tensor | None = None) -> Tensor:
+        """softmax(h Wo^T) (c We) over the vocabulary, or every token as likely as the topk-th; `logits`: h Wo^T."""
+        logits = wide(model.lm_head(h)) if logits is None else logits
         if 0 < topk < logits.shape[-1]:
             least = logits.topk(topk, dim=-1).values[..., -1:]
             logits = logits.masked_fill(logits < least, float("-inf"))

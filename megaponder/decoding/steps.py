@@ -73,6 +73,8 @@ class Stepwise(DecodingMethod):
     """Whether a pass reads the rows of all passes of earlier tokens, so that tokens can only run in order."""
     weighs: ClassVar[bool] = False
     """Whether "key" of a state [...] is added to the attention logits of its row's key."""
+    mixes: ClassVar[bool] = False
+    """Whether `enter` needs the head's logits of "out"; a state may have them, as "head"."""
     extends: ClassVar[bool] = False
     """Whether tokens can run more passes than the model was trained with."""
     arguments = ("passes", "threshold", "kv_budget")

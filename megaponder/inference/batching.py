@@ -375,19 +375,24 @@ class DepthBatch:
             weight = weight[step.found]
         h = self._stack(state["x"], at, self.slots, step.slot, step.found, step.mask, weight)
         go_on = torch.as_tensor(method.leave(model, index, h, state, at), device=h.device)
-        word = self._sample(model, state["out"], go_on) if read else step.word
+        if read and method.mixes:  # those that end need the head's logits, and those that go on, too: once for all
+            state["head"] = wide(model.lm_head(state["out"]))
+        word = self._sample(state, go_on) if read else step.word
         self._enter(index, state, go_on)
         for name, x in self.state.items():
             x[lane] = state[name].to(x.dtype)
         end(self.book, lane, step, go_on, word, self.eos)
 
-    def _sample(self, model: Any, out: Tensor, go_on: Tensor) -> Tensor:
+    def _sample(self, state: State, go_on: Tensor) -> Tensor:
         """[n] the next token of rows that halt."""
-        if out.device.type == "cpu":
-            rows = (~go_on).nonzero()[:, 0]
-            words = torch.zeros_like(go_on, dtype=torch.long)
-            return words.index_copy(0, rows, self._choose(wide(model.lm_head(out[rows])))) if len(rows) else words
-        return self._choose(wide(model.lm_head(out)))
+        if go_on.device.type != "cpu":
+            return self._choose(state["head"] if "head" in state else wide(self.model.lm_head(state["out"])))
+        rows = (~go_on).nonzero()[:, 0]  # there is no waiting on a CPU, so only the rows that need it
+        words = torch.zeros_like(go_on, dtype=torch.long)
+        if not len(rows):
+            return words
+        logits = state["head"][rows] if "head" in state else wide(self.model.lm_head(state["out"][rows]))
+        return words.index_copy(0, rows, self._choose(logits))
 
     def _choose(self, logits: Tensor) -> Tensor:
         temperature, top_k, top_p = self.sampling

@@ -17,7 +17,7 @@ class AlignedDecoding(Stepwise):
     A halted token keeps its last state and, in all deeper passes, the keys and values of the pass in which it halted.
     """
 
-    halts = True
+    halts = mixes = True
     why_not_plain = "tokens stop at different passes, and each pass adds a mixture of embeddings"
 
     def modules(self) -> dict[str, nn.Module]:
@@ -44,6 +44,6 @@ class AlignedDecoding(Stepwise):
         return go_on & flag(deeper, h)
 
     def enter(self, model: Any, index: int | Tensor, state: State) -> None:
-        mixture = self.mixture(model, state["out"], self.options["topk"])
+        mixture = self.mixture(model, state["out"], self.options["topk"], state.get("head"))
         fed = state["weight"].to(mixture.dtype)[..., None] * mixture
         state["x"] = state["x"] + (model.method["feedback_gate"](fed) if self.options.get("gentle_start") else fed)

@@ -36,9 +36,13 @@ class PonderLM(Stepwise):
             made["feedback_gate"] = FeedbackGate()
         return made
 
-    def _fed_back(self, model: Any, h: Tensor) -> Tensor:
-        if self.options["feedback"] == "mixture":
-            h = self.mixture(model, h, self.options["topk"])
+    @property
+    def mixes(self) -> bool:  # type: ignore[override]
+        return bool(self.options["feedback"] == "mixture")
+
+    def _fed_back(self, model: Any, h: Tensor, logits: Tensor | None) -> Tensor:
+        if self.mixes:
+            h = self.mixture(model, h, self.options["topk"], logits)
         elif self.options["feedback"] == "projected":
             h = model.method["projection"](h)
         return model.method["feedback_gate"](h) if self.options["gentle_start"] else h
@@ -53,4 +57,4 @@ class PonderLM(Stepwise):
 
     def enter(self, model: Any, index: int | Tensor, state: State) -> None:
         before = state["x"] if self.options["accumulate"] else state["first"]
-        state["x"] = before + self._fed_back(model, state["out"])
+        state["x"] = before + self._fed_back(model, state["out"], state.get("head"))
