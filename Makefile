@@ -18,6 +18,10 @@ export OMP_NUM_THREADS ?= 1
 # instead of giving it back.  Halves the step of a small model where page faults are dear, as in virtual machines.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.arena_max=1:glibc.malloc.trim_threshold=2147483647:glibc.malloc.top_pad=67108864
 
+# Packages are installed uncompiled: where Python may not keep what it compiles, each of hundreds of processes compiles
+# PyTorch and megatron-core anew, for 20 seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test lint format docs env clean help
 
 help: ## Show this list
@@ -28,7 +32,7 @@ demo: env ## Train, resume, export and sample a small pondering model on the CPU
 
 test: lint $(OLDEST) ## Lint, then all tests, in three processes (make test JOBS=8 takes more)
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
-	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest --quiet $(BOTH)
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest --quiet --numprocesses 2 $(BOTH)
 
 lint: env ## ruff, mypy, codespell, shellcheck, hadolint
 	$(BIN)/ruff check .
