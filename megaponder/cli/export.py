@@ -20,8 +20,8 @@ The folder holds safetensors, configuration, tokenizer and, for pondering models
   from transformers import AutoModelForCausalLM
   AutoModelForCausalLM.from_pretrained("hf/first", trust_remote_code=True)
 
-Vanilla models become GPT-NeoX, Llama or GPT-2 folders that need no remote code.  The folder is loaded again and its
-logits are compared with the checkpoint's; it is not published if they differ.
+Vanilla models become folders of their family (GPT-NeoX, Llama, Qwen2, ...) that need no remote code.  The folder is
+loaded again and its logits are compared with the checkpoint's; it is not published if they differ.
 """
 
 

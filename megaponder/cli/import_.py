@@ -14,8 +14,9 @@ examples
   megaponder import hf/pythia-410m runs/pythia-410m
   megaponder train configs/pythia-410m-ponderlm.yaml --checkpoint.load runs/pythia-410m
 
-GPT-NeoX (Pythia), Llama and GPT-2 folders, those of Ouro, Huginn and Nanbeige, and this project's own exports are
-read, from safetensors only, and load in any layout.  The logits of both models are compared before anything is written.
+Folders of GPT-NeoX (Pythia), GPT-2, Llama, Mistral, Qwen2, Qwen3, OLMo2 and OPT, those of Ouro, Huginn and Nanbeige,
+and this project's own exports are read, from safetensors only, and load in any layout.  The logits of both models are
+compared before anything is written.
 OUT/config.yaml starts a training from the import: megaponder train OUT/config.yaml --data.train DATA --train.tokens N
 
 Folders that the public code of PonderLM and PonderLM-2 saved become models of the method that trained them.  The

@@ -35,9 +35,10 @@ def _settled(cfg: RunConfig) -> dict[str, Any]:
     """What the method settles where the configuration says `auto`."""
     method = method_of(cfg)
     family, std, factor = initialisation(cfg.model, method)
+    drawn = f"{family}, std {std:.4g}, output projections x {factor:.4g}"
     return {
         "embedding scale": round(embedding_scale(cfg.model, method), 6),
-        "initialisation": f"{family}, std {std:.4g}, output projections x {factor:.4g}",
+        "initialisation": f"the weights of {cfg.checkpoint.load}" if cfg.checkpoint.load else drawn,
     }
 
 

@@ -14,7 +14,7 @@ from megaponder.export.formats import FORMATS
 from megaponder.export.import_config import run_config, start_config
 from megaponder.export.public_code import UNUSED, kind_of
 from megaponder.export.requirements import require_transformers
-from megaponder.export.save import save_weights
+from megaponder.export.save import refuse_taken, save_weights
 from megaponder.ponder.settings import table_rows
 
 
@@ -61,8 +61,8 @@ def import_hf(
 ) -> Imported:
     """Write the run folder `out` with one weights-only checkpoint (step 0) of a Hugging Face folder.
 
-    GPT-NeoX, Llama and GPT-2 folders become vanilla models, exports with modelling code keep their method, and so do
-    folders of the public PonderLM and PonderLM-2 code; of the latter `method` must say which one it is.  Only
+    Folders of the families in docs/families.md become vanilla models, exports with modelling code keep their method,
+    and so do folders of the public PonderLM and PonderLM-2 code; of the latter `method` must say which one it is.  Only
     safetensors are read, and modelling code that is not this version's is run only with `trust_remote_code`.  Start
     training from it with the config.yaml of `out`; a different method may be set there.  `only` names the layers that
     are kept, as 0-3,10-21 (`layers`): the logits are compared with all of them.
@@ -73,6 +73,7 @@ def import_hf(
     require_transformers("megaponder import")
     reference.check_tolerance(tolerance)
     source, out = Path(source), Path(out)
+    refuse_taken(out / "checkpoints", force)  # before minutes of loading
     hf = folder.read_config(source)
     cfg, aside = run_config(hf, source, out, frozenset(ignore or ()), method), kept.read(hf, source)
     numbers = None if only is None else layers.chosen(only, cfg)

@@ -16,11 +16,8 @@ from megaponder.engine.model import PonderStage
 from megaponder.errors import UserError
 
 
-def save_weights(root: Path, cfg: RunConfig, stage: PonderStage, force: bool = False) -> Path:
-    """Write a one-process stage as the checkpoint of step 0 under `root` and publish it; it loads in any layout.
-
-    UserError if it already exists, unless `force`, or if it cannot be written.
-    """
+def refuse_taken(root: Path, force: bool) -> None:
+    """UserError if `root` has checkpoints already, unless `force`."""
     target = folder.final(root, 0)
     for link in (root.parent, root, target):
         files.refuse_lost_link(link)
@@ -28,6 +25,15 @@ def save_weights(root: Path, cfg: RunConfig, stage: PonderStage, force: bool = F
         raise UserError(f"{target} already exists; choose another folder, or say --force to replace it.")
     if (others := [p for step, p in folder.published(root).items() if step]) and not force:
         raise UserError(f"{others[0]} belongs to a run, which would not start from the import; choose another folder.")
+
+
+def save_weights(root: Path, cfg: RunConfig, stage: PonderStage, force: bool = False) -> Path:
+    """Write a one-process stage as the checkpoint of step 0 under `root` and publish it; it loads in any layout.
+
+    UserError if it already exists, unless `force`, or if it cannot be written.
+    """
+    refuse_taken(root, force)
+    target = folder.final(root, 0)
     path = None
     try:
         root.mkdir(parents=True, exist_ok=True)

@@ -173,6 +173,21 @@ def test_every_setting_that_differs_is_named(tmp_path: Path) -> None:
     assert any("0.001 (ponderlm" in s and "0.0003 (vanilla)" in s for s in said)
 
 
+def test_runs_that_start_from_the_same_weights_do_not_differ_in_what_was_never_drawn(tmp_path: Path) -> None:
+    def said(*loads: str) -> set[str]:
+        runs = [
+            make(tmp_path / "-".join((method, *loads)), method, checkpoint={"load": load})
+            for method, load in zip(("vanilla", "ponderlm"), loads, strict=True)
+        ]
+        found = [results.read_run(run) for run in runs]
+        groups = results.grouped(found, differences.labels(found))
+        return {sentence for sentence in differences.warnings(groups) if sentence.startswith("initialisation")}
+
+    assert not said("imported", "imported")
+    (other,) = said("imported", "another")
+    assert "the weights of another (ponderlm" in other
+
+
 def test_long_labels_are_folders_and_equal_ones_are_told_apart(tmp_path: Path) -> None:
     near = [make(tmp_path / f"n{i}", "vanilla", optimizer={"lr": lr}) for i, lr in enumerate((1e-3, 1.00001e-3))]
     far = [make(tmp_path / f"f{i}", "ponderlm", data={"train": ["ab"[i] * 70]}) for i in (0, 1)]
