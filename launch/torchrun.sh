@@ -74,7 +74,7 @@ export MEGAPONDER_BEGUN_FILE=$own/begun
 read -r -a launcher <<<"${LAUNCHER:-torchrun}"
 command -v "${launcher[0]}" >/dev/null || refuse "LAUNCHER = '${launcher[0]}': there is no such command here."
 
-# Without the --, torchrun under Python 3.11 and older reads our --run as an abbreviation of one of its options.
+# Without the --, torchrun under Python 3.12 and older reads our --run as an abbreviation of one of its options.
 (
   trap '' USR1 USR2 # Slurm may send them to every process of a step
   exec "${launcher[@]}" "${rendezvous[@]}" --nproc-per-node "$nproc_per_node" -m -- megaponder train "$@"
