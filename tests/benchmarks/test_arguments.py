@@ -25,6 +25,7 @@ SCRIPTS = (
     "documents",
     "halting",
     "methods",
+    "one_row",
     "preprocessing",
     "serving",
     "training",

@@ -32,7 +32,7 @@ def test_drafts_that_hold_save_rounds() -> None:
     """Where later passes change nothing, every draft holds."""
     net = models.model("llama", "ponderlm").double()
     with torch.no_grad():
-        net.ponder.mixture = lambda model, h, topk=0: torch.zeros_like(h)
+        net.ponder.mixture = lambda model, h, *rest: torch.zeros_like(h)
     got = speculate(net, prompts()[1], 12, drafted=4)
     assert got.rounds == 3 and got.mean_length == 4 and got.tokens == alone(net, prompts()[1])[0]
 
