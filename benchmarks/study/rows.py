@@ -180,7 +180,9 @@ class Row:
             model |= {"embedding_scale": k.scale, "init": "trunc_normal", "init_output_scale": (2 * layers) ** -0.5}
         model |= k.model
         if k.matched:
-            options[k.matched] = _matching(model, s.length, k.method, options, k.matched)
+            options[k.matched] = _matching(
+                tuple(sorted(model.items())), s.length, k.method, tuple(sorted(options.items())), k.matched
+            )
         looks = min(20, steps)
         return {
             "run": run,
@@ -213,10 +215,13 @@ def _needed(model: dict[str, Any], length: int, method: str, options: dict[str, 
     return mean_needed(cfg, method_of(cfg))
 
 
-def _matching(model: dict[str, Any], length: int, method: str, options: dict[str, Any], name: str) -> int:
+@lru_cache
+def _matching(
+    model: tuple[tuple[str, Any], ...], length: int, method: str, options: tuple[tuple[str, Any], ...], name: str
+) -> int:
     """The value of the option with which a token's training FLOPs come nearest to ponderlm's."""
-    aim = _ponderlm(tuple(sorted(model.items())), length)
-    return min(range(2, 33), key=lambda n: abs(_needed(model, length, method, options | {name: n}) - aim))
+    aim = _ponderlm(model, length)
+    return min(range(2, 33), key=lambda n: abs(_needed(dict(model), length, method, dict(options) | {name: n}) - aim))
 
 
 def rows(size: str, tokens: int | None = None) -> list[Row]:
