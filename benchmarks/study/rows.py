@@ -47,10 +47,10 @@ SIZES = {
     "6x512": Size(6, 512, 8, 8192, 512, 64, 88_000_000),
 }
 LEARNING_RATES = {
-    "vanilla": 3e-3, "matched": 6e-3, "loop": 6e-3, "pause": 6e-3, "ponderlm": 6e-3, "ponderlm2": 6e-3,
+    "vanilla": 3e-3, "matched": 12e-3, "loop": 6e-3, "pause": 3e-3, "ponderlm": 6e-3, "ponderlm2": 6e-3,
     "huginn": 6e-3, "ouro": 3e-3,
 }  # fmt: skip
-"""Of each family; vanilla, matched and ponderlm from benchmarks/results/study-first.md, the others wait for `GRID`."""
+"""Of each family the best known one (docs/evidence.md, table of rates); huginn and ouro wait for `GRID`."""
 GRID = (0.5, 1.0, 2.0)
 
 
@@ -227,13 +227,15 @@ def _matching(
 def rows(size: str, tokens: int | None = None) -> list[Row]:
     """All rows of a size, the order in which they are run: every kind once, then rates, then seeds.
 
-    Other rates: for the first kind of each family, for the deeper model, and for methods that have to keep a budget.
+    Other rates: for the first kind of each family, for the deeper model, for kinds that are matched by one of their
+    options, and for methods that have to keep a budget.
     """
     kinds, budget = list(_kinds()), SIZES[size].tokens if tokens is None else tokens
     first = [Row(k, size, SEEDS[0], 1.0, budget) for k in kinds]
     seen: set[str] = set()
     heads = [k for k in kinds if not (k.family in seen or seen.add(k.family))]  # type: ignore[func-returns-value]
-    heads += [k for k in kinds if k.deeper > 1 or (k.target is not None and k.method != "pruned_ponderlm")]
+    budgets = [k for k in kinds if k.target is not None and k.method != "pruned_ponderlm"]
+    heads += [k for k in kinds if k not in heads and (k.deeper > 1 or k.matched or k in budgets)]
     rates = [Row(k, size, SEEDS[0], f, budget) for k in heads for f in GRID if f != 1.0]
     seeds = [Row(k, size, seed, 1.0, budget) for seed in SEEDS[1:] for k in kinds]
     return [*first, *rates, *seeds]
