@@ -69,5 +69,6 @@ def test_kernels_compute_what_the_plain_form_does() -> None:
         exact = run(form, False, "cuda", torch.float32, 64)
         plain, fused = (run(form, how, "cuda", torch.bfloat16, 64) for how in (False, True))
         for want, a, b in zip(exact, plain, fused, strict=True):
-            wrong, worst = ((x.float() - want).norm() / want.norm() for x in (b, a))
-            assert wrong < 2 * worst + 2**-9
+            wrong, worst = ((x.float() - want).norm() for x in (b, a))
+            # the query of the first layer has one source and so no gradient: its norm is 0
+            assert wrong < 2 * worst + 2**-9 * want.norm().clamp_min(1)

@@ -48,7 +48,8 @@ def compare_implementations(
         engine = build_engine(cfg, method_of(cfg), groups.init(cfg))
         engine.zero_grad()
         step = engine.forward_backward(batches, 0, train=True)
-        grads = {_plain(k): p.main_grad.float().flatten().double().cpu() for k, p in global_names(engine.stage)}
+        learnt = [(_plain(k), p) for k, p in global_names(engine.stage) if p.requires_grad]
+        grads = {k: p.main_grad.float().flatten().double().cpu() for k, p in learnt}
         out[name] = {"loss": step.loss, "grad": torch.cat([grads[k] for k in sorted(grads)])}
     return {
         "loss": {k: v["loss"] for k, v in out.items()},
