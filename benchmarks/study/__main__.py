@@ -9,6 +9,12 @@ CORPUS is a folder with train.jsonl and heldout.jsonl (also .gz, .zst, .xz): a l
 JSON lies in the folder of results are not run again; one that was cut off goes on from its checkpoint in the work
 folder.  --rows takes names without the size, patterns of them, or kinds (their first row); none: all, in the order of
 --list.  --report draws what is there.
+
+With --flops each row has as many tokens as so many training FLOPs buy, and the report compares all rows that spent them
+(within 5 %):
+
+    python -m benchmarks.study --corpus CORPUS --flops 19.4e15 --rows vanilla-deeper.lr0.012.seed1 loop
+    python -m benchmarks.study --flops 19.4e15 --report
 """
 
 from __future__ import annotations
@@ -30,11 +36,14 @@ from megaponder.errors import UserError
 say = partial(print, flush=True)
 
 
-def chosen(size: str, tokens: int | None, patterns: list[str] | None) -> list[Row]:
-    """The rows that the patterns name, in their order; UserError for a pattern that names none."""
+def chosen(size: str, tokens: int | None, patterns: list[str] | None, flops: float | None = None) -> list[Row]:
+    """The rows that the patterns name, in their order, for so many training FLOPs where they are given.
+
+    UserError for a pattern that names none.
+    """
     every = rows(size, tokens)
     if not patterns:
-        return every
+        return every if flops is None else [row.spending(flops) for row in every]
     found: list[Row] = []
     for pattern in patterns:
         short = {row.short: row for row in every}
@@ -43,7 +52,8 @@ def chosen(size: str, tokens: int | None, patterns: list[str] | None) -> list[Ro
         if not names:
             raise UserError(f"--rows {pattern}: no row of size {size} has such a name; --list shows them.")
         found += [short[n] for n in names]
-    return list({row.name: row for row in found}.values())
+    unique = list({row.name: row for row in found}.values())
+    return unique if flops is None else [row.spending(flops) for row in unique]
 
 
 def job_of(row: Row, task: dict, run: Path) -> queue.Job:  # type: ignore[type-arg]
@@ -75,6 +85,7 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--bytes", type=number(1.0), metavar="N", help="train on the first N bytes of all sources")
     options.add_argument("--size", choices=list(SIZES), default="6x256", help="backbone; default: 6x256")
     options.add_argument("--tokens", type=number(1), metavar="N", help="training tokens; default: the size's")
+    options.add_argument("--flops", type=number(1.0), metavar="F", help="training FLOPs of each row, for --tokens")
     options.add_argument("--rows", nargs="+", metavar="NAME", help="names of rows, or patterns")
     options.add_argument("--list", action="store_true", help="show the rows and what is known of them, and stop")
     options.add_argument(
@@ -87,10 +98,12 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--report", action="store_true", help="write figure and tables of the results, and stop")
     args = options.parse_args(argv)
     begin = time.monotonic()
+    if args.tokens and args.flops:
+        raise UserError("--flops and --tokens exclude each other: --flops chooses the tokens of each row.")
     if args.report:
-        say(f"{report.write(args.out, args.size, args.tokens)[-1]}: open it in a browser.")
+        say(f"{report.write(args.out, args.size, args.tokens, args.flops)[-1]}: open it in a browser.")
         return
-    wanted = chosen(args.size, args.tokens, args.rows)
+    wanted = chosen(args.size, args.tokens, args.rows, args.flops)
     if args.list:
         for row in wanted:
             state = "done" if (args.out / f"{row.name}.json").is_file() else row.kind.impossible or "to do"
@@ -102,10 +115,12 @@ def main(argv: list[str] | None = None) -> None:
         say(f"{texts.pack(args.corpus, args.bytes, args.pack)}: packed.")
         return
     text = texts.ready(args.corpus, args.bytes, SIZES[args.size].vocab - 1, args.work)
-    epochs = wanted[0].tokens / text.train_tokens
+    epochs = " to ".join(
+        f"{n / text.train_tokens:.2f}" for n in sorted({f(r.tokens for r in wanted) for f in (min, max)})
+    )
     say(
         f"{text.folder}: {text.train_bytes / 1e6:.1f} MB of text ({text.share:.0%} of the corpus), "
-        f"{text.train_tokens:,} tokens, so {epochs:.2f} epochs; ready after {time.monotonic() - begin:.0f} s."
+        f"{text.train_tokens:,} tokens, so {epochs} epochs; ready after {time.monotonic() - begin:.0f} s."
     )
     cuda = torch.cuda.is_available()
     words = shlex.join(["python", "-m", "benchmarks.study", *(sys.argv[1:] if argv is None else argv)])

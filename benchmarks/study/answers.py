@@ -49,6 +49,29 @@ def text(rows: Sequence[Row]) -> str:
     return "\n\n".join([*parts, f"## Budgets\n\n{_budgets(rows)}"]) + "\n"
 
 
+def equal_flops(rows: Sequence[Row]) -> str:
+    """Rows whose training took the same FLOPs, at the best rate of each kind, the best loss first."""
+    found = [_best(rows, kind) for kind in {row["kind"] for row in rows}]
+    lines = [
+        [
+            seeds[0]["kind"],
+            f"{seeds[0]['lr']:g}",
+            f"{len(seeds)}",
+            _spread([r["loss"] for r in seeds]),
+            f"{mean(r['bits_per_byte'] for r in seeds):.4f}",
+            f"{seeds[0]['tokens'] / 1e6:.0f} M",
+            f"{seeds[0]['epochs']:.2f}",
+            si(seeds[0]["needed_flops"]),
+            si(seeds[0]["flops_per_token"]),
+        ]
+        for seeds in sorted(found, key=lambda seeds: mean(r["loss"] for r in seeds))
+    ]
+    head = [
+        "row", "rate", "seeds", "loss", "bits per byte", "tokens", "epochs", "training FLOPs", "FLOPs a token",
+    ]  # fmt: skip
+    return f"## Equal training FLOPs\n\n{_table(head, lines)}\n"
+
+
 def _table(head: Sequence[str], lines: Sequence[Sequence[str]], absent: Sequence[str] = ()) -> str:
     shown = [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines)] if lines else []
     if absent:

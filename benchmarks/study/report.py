@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.study import answers
-from benchmarks.study.rows import SIZES
+from benchmarks.study.rows import SIZES, budget
 from megaponder.compare import page
 from megaponder.compare.results import Group, Point, Result, Sweep, kind
 from megaponder.errors import UserError
+
+NEAR = 0.05
+"""Share by which the training FLOPs of rows may differ that are compared at equal ones."""
 
 
 def read(folder: Path, size: str, tokens: int) -> list[dict[str, Any]]:
@@ -23,6 +26,15 @@ def read(folder: Path, size: str, tokens: int) -> list[dict[str, Any]]:
         raise UserError(
             f"--out {folder}: it has no result of size {size} with --tokens {tokens} (with other numbers: {others})."
         )
+    return found
+
+
+def spending(folder: Path, size: str, flops: float) -> list[dict[str, Any]]:
+    """The results of a size whose training took so many FLOPs, within `NEAR`; UserError where there is none."""
+    every = [json.loads(p.read_text()) for p in sorted(folder.glob(f"{size}.*.json"))]
+    found = [row for row in every if abs(row["needed_flops"] / flops - 1) < NEAR]
+    if not found:
+        raise UserError(f"--out {folder}: it has no result of size {size} whose training took {flops:g} FLOPs.")
     return found
 
 
@@ -61,24 +73,32 @@ def groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
     return sorted(made, key=lambda g: g.mean("loss") or 0.0)
 
 
-def write(folder: Path, size: str, tokens: int | None) -> list[Path]:
-    """Figure, tables, answers and page of a size, in `folder`; their paths."""
+def write(folder: Path, size: str, tokens: int | None, flops: float | None = None) -> list[Path]:
+    """Figure, tables, answers and page of a size, in `folder`; their paths.
+
+    Of the rows with so many tokens (default: the size's), or of those whose training took so many FLOPs.
+    """
     usual = SIZES[size].tokens
-    rows = read(folder, size, usual if tokens is None else tokens)
+    rows = read(folder, size, usual if tokens is None else tokens) if flops is None else spending(folder, size, flops)
     made = groups(rows)
     first = rows[0]
     corpus = first["corpus"]
     origins = sorted({row["origin"] for row in rows})
+    epochs = " to ".join(f"{n:.2f}" for n in sorted({f(row["epochs"] for row in rows) for f in (min, max)}))
     notes = [
         f"Text: {corpus['train_bytes'] / 1e6:.1f} MB, {corpus['train_tokens']:,} tokens of a BPE with "
-        f"{corpus['vocab_size']:,} ids, {first['epochs']:.2f} epochs; held out: "
+        f"{corpus['vocab_size']:,} ids, {epochs} epochs; held out: "
         f"{corpus['heldout']['all']['bytes'] / 1e6:.2f} MB. sha256: "
         + ", ".join(f"{name} {value[:16]}" for name, value in corpus["files"].items()) + ".",
         f"From: {'; '.join(origins)}.",
         "Losses are in nats per token. Those in the first table are of all held-out text, with the standard deviation "
         "over seeds; those in the curves, and all numbers about depth, are of a part of it.",
     ]  # fmt: skip
-    out = folder / (size if tokens in (None, usual) else f"{size}.{rows[0]['tokens'] / 1e6:g}M")
+    if flops is not None:
+        out, told = folder / f"{size}.{budget(flops)}", answers.equal_flops(rows)
+    else:
+        out = folder / (size if tokens in (None, usual) else f"{size}.{first['tokens'] / 1e6:g}M")
+        told = answers.text(rows)
     written = page.write(out, f"The study at {size}", made, [], notes)
-    (out / "answers.md").write_text(f"# The study's questions at {size}\n\n{notes[0]}\n\n{answers.text(rows)}")
+    (out / "answers.md").write_text(f"# The study's questions at {size}\n\n{notes[0]}\n\n{told}")
     return [out / "answers.md", *written]

@@ -7,7 +7,7 @@ Where the papers give a method another embedding scale or initialisation than va
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -140,12 +140,22 @@ class Row:
     factor: float
     """On the family's learning rate."""
     tokens: int
+    flops: float | None = None
+    """The training FLOPs that `tokens` were chosen for."""
 
     @property
     def name(self) -> str:
         """Of its result and its run folder."""
         told = "" if self.tokens == SIZES[self.size].tokens else f".{self.tokens / 1e6:g}M"
+        told = told if self.flops is None else f".{budget(self.flops)}"
         return f"{self.size}{told}.{self.short}"
+
+    def spending(self, flops: float) -> Row:
+        """The same row with whole steps for so many training FLOPs."""
+        size, (model, options) = SIZES[self.size], self.described()
+        step = size.batch * size.length
+        each = _needed(model, size.length, self.kind.method, options)
+        return replace(self, tokens=max(1, round(flops / each / step)) * step, flops=flops)
 
     @property
     def short(self) -> str:
@@ -163,15 +173,15 @@ class Row:
         size = SIZES[self.size]
         return -(-self.tokens // (size.batch * size.length))
 
-    def config(self, corpus: Corpus, run: str, cuda: bool) -> dict[str, Any]:
-        """The run's configuration, as a file would give it."""
+    def described(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The model and the method's options, as a file would give them."""
         s, k = SIZES[self.size], self.kind
-        layers, steps = s.layers * k.deeper, self.steps
+        layers = s.layers * k.deeper
         options = dict(k.options)
         if k.method == "pause":
             options["pause_token_id"] = s.vocab - 1
         if k.ramped:
-            options |= {"ramp_start": round(0.1 * steps), "ramp_end": round(0.4 * steps)}
+            options |= {"ramp_start": round(0.1 * self.steps), "ramp_end": round(0.4 * self.steps)}
         model: dict[str, Any] = {
             "family": "llama", "num_layers": layers, "hidden_size": s.hidden, "num_heads": s.heads,
             "vocab_size": s.vocab, "max_positions": s.length, "tie_embeddings": False,
@@ -183,11 +193,16 @@ class Row:
             options[k.matched] = _matching(
                 tuple(sorted(model.items())), s.length, k.method, tuple(sorted(options.items())), k.matched
             )
+        return model, options
+
+    def config(self, corpus: Corpus, run: str, cuda: bool) -> dict[str, Any]:
+        """The run's configuration, as a file would give it."""
+        s, steps, (model, options) = SIZES[self.size], self.steps, self.described()
         looks = min(20, steps)
         return {
             "run": run,
             "model": model,
-            "ponder": {"method": k.method, "options": options},
+            "ponder": {"method": self.kind.method, "options": options},
             "data": {
                 "train": [corpus.path("train")], "valid": [corpus.path("heldout")], "sequence_length": s.length,
                 "tokenizer": corpus.path("tokenizer.json"), "shuffle_seed": ORDER,
@@ -202,6 +217,11 @@ class Row:
             "checkpoint": {"every": max(1, steps // 8), "keep_last": 1},
             "logging": {"every": max(1, steps // 200), "tensorboard": False},
         }  # fmt: skip
+
+
+def budget(flops: float) -> str:
+    """Training FLOPs in the names of rows and reports, in units of 10^15."""
+    return f"{flops / 1e15:g}PFLOP"
 
 
 @lru_cache
@@ -225,17 +245,17 @@ def _matching(
 
 
 def rows(size: str, tokens: int | None = None) -> list[Row]:
-    """All rows of a size, the order in which they are run: every kind once, then rates, then seeds.
+    """All rows of a size, in the order in which they are run: every kind once, then rates, then seeds.
 
     Other rates: for the first kind of each family, for the deeper model, for kinds that are matched by one of their
     options, and for methods that have to keep a budget.
     """
-    kinds, budget = list(_kinds()), SIZES[size].tokens if tokens is None else tokens
-    first = [Row(k, size, SEEDS[0], 1.0, budget) for k in kinds]
+    kinds, n = list(_kinds()), SIZES[size].tokens if tokens is None else tokens
+    first = [Row(k, size, SEEDS[0], 1.0, n) for k in kinds]
     seen: set[str] = set()
     heads = [k for k in kinds if not (k.family in seen or seen.add(k.family))]  # type: ignore[func-returns-value]
     budgets = [k for k in kinds if k.target is not None and k.method != "pruned_ponderlm"]
     heads += [k for k in kinds if k not in heads and (k.deeper > 1 or k.matched or k in budgets)]
-    rates = [Row(k, size, SEEDS[0], f, budget) for k in heads for f in GRID if f != 1.0]
-    seeds = [Row(k, size, seed, 1.0, budget) for seed in SEEDS[1:] for k in kinds]
+    rates = [Row(k, size, SEEDS[0], f, n) for k in heads for f in GRID if f != 1.0]
+    seeds = [Row(k, size, seed, 1.0, n) for seed in SEEDS[1:] for k in kinds]
     return [*first, *rates, *seeds]

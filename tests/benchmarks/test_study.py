@@ -14,7 +14,11 @@ import zstandard
 from benchmarks.study import answers, corpus, queue
 from benchmarks.study.__main__ import chosen, main
 from benchmarks.study.rows import SIZES, rows
+from megaponder.config.load import from_mapping
+from megaponder.config.resolve import resolve
 from megaponder.errors import UserError
+from megaponder.plan.flops import mean_needed
+from megaponder.ponder.settings import method_of
 
 WORDS = "one thinks twice before the other speaks and then once more of it".split()  # noqa: SIM905
 
@@ -79,6 +83,13 @@ def test_rows_differ_in_what_they_say_alone(tmp_path: Path) -> None:
     assert [r.seed for r in chosen("tiny", None, ["loop.lr0.006.*"])] == [1, 2, 3]
     with pytest.raises(UserError, match="no row of size tiny has such a name"):
         chosen("tiny", None, ["lop"])
+    plain, loop = chosen("tiny", None, ["vanilla", "loop"], 1e10)  # one step of 256 tokens costs 0.1e9 FLOPs or more
+    assert plain.tokens > 2 * loop.tokens and loop.name == "tiny.1e-05PFLOP.loop.lr0.006.seed1"
+    spent = [r.config(text, "run", cuda=False) for r in (plain, loop)]
+    costs = [mean_needed(cfg, method_of(cfg)) for cfg in (resolve(from_mapping(config)) for config in spent)]
+    assert [cost * r.tokens for cost, r in zip(costs, (plain, loop), strict=True)] == pytest.approx(
+        [1e10] * 2, rel=0.03
+    )
 
 
 def test_answers_show_the_best_rate_with_its_seeds() -> None:
@@ -91,6 +102,11 @@ def test_answers_show_the_best_rate_with_its_seeds() -> None:
     assert told.count("| loop | 0.006 | 3 | 3.3400 ± 0.0100 | 1.0000 |") == 3  # in (a), (b) and (g)
     assert "| loop | 0.012 | 1 | 3.3340 | " in answers.text([*three, row(0.012, 1, 3.334)])
     assert all(f"## ({letter}) " in told for letter in "abcdefg")
+    more = {"tokens": 88_000_000, "epochs": 1.94}
+    other = row(0.012, 1, 3.3) | {"kind": "vanilla", "tokens": 2_000_000, "epochs": 0.04}
+    *_, best, second = answers.equal_flops([*(r | more for r in three), other]).strip().splitlines()
+    assert best.startswith("| vanilla | 0.012 | 1 | 3.3000 | 1.0000 | 2 M | 0.04 |")
+    assert second.startswith("| loop | 0.006 | 3 | 3.3400 ± 0.0100 | 1.0000 | 88 M | 1.94 |")
 
 
 def test_a_row_waits_for_memory() -> None:
