@@ -375,11 +375,11 @@ def main(argv: list[str] | None = None) -> None:
             for size in args.sizes[1:]:
                 keep("copy", [against_copy(size, dtype, args)])
             keep("copy", [against_copy(args.sizes[0], dtype, args)])
+        if "depth" in args.parts:
+            keep("depth", by_depth(args.sizes[0], dtype, args))
         if "queue" in args.parts:
             for method, chosen in (("loop", {"extra_passes": 3}), ("pruned_ponderlm", {"steps": 3, "depth": 2.0})):
                 keep("queue", [against_export(args.sizes[0], dtype, method, chosen, args)])
-        if "depth" in args.parts:
-            keep("depth", by_depth(args.sizes[0], dtype, args))
 
 
 if __name__ == "__main__":

@@ -31,8 +31,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        y = wide(x)
-        return self.weight * (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return self.weight * F.rms_norm(x, self.weight.shape, eps=self.eps)
 
 
 def unit(x: Tensor) -> Tensor:
@@ -66,7 +65,10 @@ def make_norm(config: MegaponderConfig, width: int) -> nn.Module:
 
 
 def rotary_tables(config: MegaponderConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    """cos and sin [b, 1, r, d] of the rotated part of a head, computed in float32; None for learned positions."""
+    """cos and sin [b, 1, r, d] of the rotated part of a head, computed in float32; None for learned positions.
+
+    The sine has the sign of what it multiplies in `rotate`.
+    """
     size = int(config.head_size * config.rotary_fraction)
     if config.positions != "rotary" or size == 0:
         return None
@@ -74,25 +76,25 @@ def rotary_tables(config: MegaponderConfig, positions: Tensor, dtype: torch.dtyp
     tokens = positions.max() + 1 if scaling.get("rope_type") == "dynamic" and positions.numel() else None
     inverse, factor = frequencies(size, config.rotary_base, scaling, longest, tokens, positions.device)
     angle = positions[:, None, :, None].float() * inverse
+    cos, sin = factor * angle.cos(), factor * angle.sin()
     if feature(config, "rotary_pairs") == "adjacent":
-        angle = angle.repeat_interleave(2, dim=-1)
+        cos, sin = cos.repeat_interleave(2, dim=-1), torch.stack([-sin, sin], dim=-1).flatten(-2)
     else:
-        angle = torch.cat([angle, angle], dim=-1)
-    return (factor * angle.cos()).to(dtype), (factor * angle.sin()).to(dtype)
+        cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+    return cos.to(dtype), sin.to(dtype)
 
 
-def rotate(x: Tensor, tables: tuple[Tensor, Tensor] | None, adjacent: bool) -> Tensor:
+def rotate(x: Tensor, tables: tuple[Tensor, Tensor], adjacent: bool) -> Tensor:
     """Rotary embedding of the leading part of each head, of its halves or of neighbours; x [b, heads, r, head size]."""
-    if tables is None:
-        return x
     cos, sin = tables
     turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     if adjacent:
-        across = torch.stack([-turned[..., 1::2], turned[..., 0::2]], dim=-1).flatten(-2)
+        across = torch.stack([turned[..., 1::2], turned[..., 0::2]], dim=-1).flatten(-2)
     else:
         first, second = turned.chunk(2, dim=-1)
-        across = torch.cat([-second, first], dim=-1)
-    return torch.cat([turned * cos + across * sin, rest], dim=-1)
+        across = torch.cat([second, first], dim=-1)
+    turned = turned * cos + across * sin
+    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
 
 
 def weigh(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -147,7 +149,8 @@ class Attention(nn.Module):
         q, k, v = (y.unflatten(-1, (-1, self.size)).transpose(1, 2) for y in (q, k, v))
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, tables, self.adjacent), rotate(k, tables, self.adjacent)
+        if tables is not None:  # as one tensor: where rows are few, the number of operations is what takes time
+            q, k = rotate(torch.cat([q, k], dim=1), tables, self.adjacent).split([self.heads, self.groups], dim=1)
         if self.qk_norm == "rotated":
             q, k = unit(q), unit(k)
         made: tuple[Tensor, ...] = ()
@@ -292,6 +295,8 @@ class Backbone(nn.Module):
         """
         tables = rotary_tables(self.config, view.positions, x.dtype)
         view = view.within(feature(self.config, "attention_window"))
+        if self.config._attn_implementation != "eager":
+            view = view.added(x.dtype)
         if self.states is not None:
             self.states.append(x)
         depth = self.depth

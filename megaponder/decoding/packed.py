@@ -38,7 +38,8 @@ class Packed(View):
             k, v = torch.cat([before[0], k]), torch.cat([before[1], v])
         elif before:
             k, v = before[0].index_copy(0, self.slots, k), before[1].index_copy(0, self.slots, v)
-        return k[self.table].transpose(1, 2), v[self.table].transpose(1, 2), k, v
+        found = [x.index_select(0, self.table.flatten()).unflatten(0, self.table.shape).transpose(1, 2) for x in (k, v)]
+        return (*found, k, v)
 
     def kept(self, before: tuple[Tensor, ...], k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         return () if self.store.stored else (k, v)

@@ -27,7 +27,7 @@ class View:
     positions: Tensor
     """[b, r] RoPE positions of the rows."""
     mask: Tensor | None
-    """[1 or b, 1, r, k] True where a row may read a key; None: plain causal, or one row that reads everything."""
+    """[1 or b, 1, r, k] True where a row may read a key, or what `added` makes; None: causal, or one that reads all."""
     weight: Tensor | None
     """[b, k] added to the logits of each key; None: 0."""
     cache: PonderCache | None
@@ -54,6 +54,14 @@ class View:
         if mask is None:
             mask = torch.ones_like(near).tril(near.shape[2] - near.shape[1])[:, None]
         return replace(self, mask=mask & near[:, None])
+
+    def added(self, dtype: torch.dtype) -> View:
+        """The same view with a mask that is added to logits, as fused attention wants it: made once for all layers."""
+        if self.attends or self.mask is None or self.mask.dtype != torch.bool:
+            return self
+        *rows, keys = self.mask.shape
+        bias = torch.zeros(*rows, keys + -keys % 16, dtype=dtype, device=self.mask.device)[..., :keys]  # aligned rows
+        return replace(self, mask=bias.masked_fill_(~self.mask, float("-inf")))
 
     def join(self, entry: int, k: Tensor, v: Tensor, before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """(keys, values that all rows read; keys, values of the new rows alone), each [b, groups, k or r, d].

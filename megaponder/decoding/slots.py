@@ -81,8 +81,9 @@ class Slots:
             if layer == len(pool):
                 pool.append(new.new_zeros(0, *new.shape[1:]))
             if len(pool[layer]) < self.used:
-                room = self.used + self.used // SPARE
-                pool[layer] = F.pad(pool[layer], (0, 0, 0, 0, 0, room - len(pool[layer])))
+                held, pool[layer] = pool[layer], new.new_empty(self.used + self.used // SPARE, *new.shape[1:])
+                if len(held):
+                    pool[layer][: len(held)] = held
             pool[layer].index_copy_(0, slots, new)
         return self.keys[layer], self.values[layer]
 

@@ -145,15 +145,9 @@ def attention_kernel(
     new_value = tl.load(v + row * v_row + group * v_head + d, mask=real, other=0.0)
     if TURNED > 0:
         turned = d < TURNED
-        if ADJACENT:
-            other, sign = d ^ 1, tl.where(d % 2 == 0, -1.0, 1.0)
-        else:
-            other, sign = (
-                tl.where(d < TURNED // 2, d + TURNED // 2, d - TURNED // 2),
-                tl.where(d < TURNED // 2, -1.0, 1.0),
-            )
+        other = d ^ 1 if ADJACENT else tl.where(d < TURNED // 2, d + TURNED // 2, d - TURNED // 2)
         c = tl.load(cos + row * turn_row + d, mask=turned, other=1.0).to(tl.float32)
-        s = tl.load(sin + row * turn_row + d, mask=turned, other=0.0).to(tl.float32) * sign
+        s = tl.load(sin + row * turn_row + d, mask=turned, other=0.0).to(tl.float32)
         query = query * c + tl.load(q_at + other, mask=turned, other=0.0).to(tl.float32) * s
         own = own * c + tl.load(k_at + other, mask=turned, other=0.0).to(tl.float32) * s
     kind = keys.dtype.element_ty
@@ -210,7 +204,7 @@ def attention(
     """[n, heads, d] of queries [n, heads, d] over slots found [n, k] of keys, values [slots, groups, d], as far as
     mask [n, k] says.  k, v [n, groups, d] are stored in `slot` [n], which each row reads in any case.
 
-    tables: cosines and sines [n, turned] of rotary embedding, by which q and k are turned; None: they are already.
+    tables: cosines and signed sines [n, turned] of `rotary_tables`, by which q and k are turned; None: they are.
     early: all but q, k and v is read while the kernel before still runs; it must have been written before that began.
     """
     (n, heads, size), early = q.shape, early and overlaps(q.device)

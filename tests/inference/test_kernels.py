@@ -78,12 +78,16 @@ def test_attention_by_slots(
     tables = None
     if turned:
         angle = torch.randn(rows, turned // 2, device=DEVICE)
-        angle = angle.repeat_interleave(2, 1) if adjacent else torch.cat([angle, angle], 1)
-        tables = (angle.cos(), angle.sin())
+        cos, sin = angle.cos(), angle.sin()
+        tables = (cos.repeat_interleave(2, 1), torch.stack([-sin, sin], 2).flatten(1))
+        if not adjacent:
+            tables = (torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1))
     want = [x.double() for x in pool]
 
     def turn(x: Tensor) -> Tensor:
-        wide = None if tables is None else tuple(table.double()[None, None] for table in tables)
+        if tables is None:
+            return x.double()
+        wide = tuple(table.double()[None, None] for table in tables)
         return rotate(x.double().transpose(0, 1)[None], wide, adjacent)[0].transpose(0, 1)  # type: ignore[arg-type]
 
     want[0][slot], want[1][slot] = turn(k), v.double()
