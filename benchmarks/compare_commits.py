@@ -3,8 +3,10 @@
     python -m benchmarks.compare_commits main                  the working tree against main, 1 to 3 minutes on 2 cores
     python -m benchmarks.compare_commits v0.1 main --all       two commits, more layouts
     python -m benchmarks.compare_commits ../old . --gpu methods        speed on a GPU: two folders, no git needed
+    python -m benchmarks.compare_commits . . --python .newest/bin/python      one tree with two sets of packages
 
-A and B are commits of this repository or folders that hold a tree; B is the working tree unless given.  Runs in FP32
+A and B are commits of this repository or folders that hold a tree; B is the working tree unless given, and `--python`
+names the interpreter that runs it, such as one whose packages are others.  Runs in FP32
 and BF16, on one process and on two, a resume and a resume at another layout, on the CPU with one thread: numbers are
 compared as they are, and the exit code is 1, with a table, where any differs by more than `--tolerance`.
 
@@ -137,7 +139,7 @@ def environment(path: Path, *more: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join([str(path), *map(str, more), *others])}
 
 
-def train(path: Path, work: dict[str, Any]) -> dict[str, Any]:
+def train(path: Path, python: str, work: dict[str, Any]) -> dict[str, Any]:
     """Results of the cases of `work` with the package of a tree, in a process of its own."""
     text = " ".join(f"{word} {word[::-1]}" for word in (ROOT / "LICENSE").read_text().split()[:900])
     with tempfile.TemporaryDirectory(prefix="megaponder-") as name:
@@ -147,7 +149,7 @@ def train(path: Path, work: dict[str, Any]) -> dict[str, Any]:
         (here / "text.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in text.split(". ")))
         (here / "work.json").write_text(json.dumps(work))
         env = environment(path, here) | {"CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run([sys.executable, str(here / "one_tree.py"), str(here), str(path)], cwd=path, env=env)
+        done = subprocess.run([python, str(here / "one_tree.py"), str(here), str(path)], cwd=path, env=env)
         if done.returncode:
             raise UserError(f"{path}: the runs of this tree could not be started; its lines above say why.")
         return json.loads((here / "results.json").read_text())
@@ -203,31 +205,33 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def speeds(path: Path, table: str, part: str, steps: int) -> dict[str, float]:
+def speeds(path: Path, python: str, table: str, part: str, steps: int) -> dict[str, float]:
     """Tokens/s of each row of a table of `benchmarks.training`, measured with the package and script of a tree."""
     with tempfile.TemporaryDirectory(prefix="megaponder-") as output:
         words = ["benchmarks.training", table, "--only", part, "--steps", str(steps), "--output", output]
-        subprocess.run([sys.executable, "-m", *words], cwd=path, env=environment(path))
+        subprocess.run([python, "-m", *words], cwd=path, env=environment(path))
         results = Path(output) / f"training-{table}.json"
         rows = json.loads(results.read_text()) if results.is_file() else []
     return {row["name"]: row["tokens_per_second_per_gpu"] for row in rows if "error" not in row}
 
 
-def compare_speed(a: Path, b: Path, table: str, part: str, steps: int, rounds: int, least: float) -> int:
+def compare_speed(
+    a: tuple[Path, str], b: tuple[Path, str], table: str, part: str, steps: int, rounds: int, least: float
+) -> int:
     """Print B's tokens/s over A's, the best of all rounds of each; 1 if a row is slower than `least` or absent."""
-    best: dict[Path, dict[str, float]] = {a: {}, b: {}}
+    best: tuple[dict[str, float], dict[str, float]] = ({}, {})
     for turn in range(rounds):
-        for path in (a, b) if turn % 2 == 0 else (b, a):
-            for name, rate in speeds(path, table, part, steps).items():
-                best[path][name] = max(rate, best[path].get(name, 0.0))
-    if not best[a]:
-        raise UserError(f"benchmarks.training {table} measured nothing in {a}; its lines above say why.")
+        for which in (0, 1) if turn % 2 == 0 else (1, 0):
+            for name, rate in speeds(*(a, b)[which], table, part, steps).items():
+                best[which][name] = max(rate, best[which].get(name, 0.0))
+    if not best[0]:
+        raise UserError(f"benchmarks.training {table} measured nothing in {a[0]}; its lines above say why.")
     print(f"\n{'row':56} {'A tokens/s':>12} {'B tokens/s':>12} {'ratio':>7}")
     slow = False
-    for name, rate in best[a].items():
-        ratio = best[b].get(name, 0.0) / rate
-        slow |= ratio < least
-        print(f"{name:56} {rate:12,.0f} {best[b].get(name, 0.0):12,.0f} {ratio:7.3f}{' <' if ratio < least else ''}")
+    for name, rate in best[0].items():
+        other = best[1].get(name, 0.0)
+        slow |= other / rate < least
+        print(f"{name:56} {rate:12,.0f} {other:12,.0f} {other / rate:7.3f}{' <' if other / rate < least else ''}")
     return int(slow)
 
 
@@ -236,6 +240,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser("compare_commits", __doc__)
     options.add_argument("a", metavar="A", help="commit, or folder with a tree")
     options.add_argument("b", metavar="B", nargs="?", default=str(ROOT), help="the same; default: the working tree")
+    options.add_argument("--python", default=sys.executable, metavar="FILE", help="interpreter of B; default: this one")
     options.add_argument("--all", action="store_true", help="every method in every layout; some 10 minutes")
     options.add_argument("--tolerance", type=number(0.0), default=0.0, help="relative; default: 0, the same bits")
     options.add_argument("--jobs", type=number(1), default=1, help="runs at a time of each tree; default: 1")
@@ -255,11 +260,14 @@ def main(argv: list[str] | None = None) -> int:
         "generate": [case["name"] for case in runs if case["name"] in METHODS],
         "prompt": ["of the", "--max-tokens", "8", "--temperature", "1", "--device", "cpu"],
     }
-    with tree(args.a) as a, tree(args.b) as b:
+    if (python := shutil.which(args.python)) is None:
+        raise ConfigError("--python", args.python, "there is no such program", f"this one is {sys.executable}")
+    with tree(args.a) as first, tree(args.b) as second:
+        a, b = (first, sys.executable), (second, python)
         if args.gpu:
             return compare_speed(a, b, args.gpu, args.only, args.steps, args.rounds, args.least)
         with ThreadPoolExecutor() as pool:
-            return report(*pool.map(lambda path: train(path, work), (a, b)), args.tolerance)
+            return report(*pool.map(lambda side: train(*side, work), (a, b)), args.tolerance)
 
 
 if __name__ == "__main__":

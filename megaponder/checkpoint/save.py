@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.optimizer import MegatronOptimizer
@@ -31,6 +30,7 @@ from megaponder.checkpoint.verify import Verification
 from megaponder.checkpoint.writers import Results
 from megaponder.config.load import dump
 from megaponder.config.schema import RunConfig
+from megaponder.engine.megatron_versions import save_strategy
 from megaponder.errors import UserError
 from megaponder.ranks import gather, largest
 
@@ -78,7 +78,7 @@ class Saver:
         self.root, self.cfg, self.stage, self.optimizer = root, cfg, stage, optimizer
         self.options, self._data, self._published = cfg.checkpoint, data, published
         self._calls = AsyncCallsQueue(persistent=False)  # a persistent writer requires CUDA in its own process
-        self._strategy = get_default_save_sharded_strategy("torch_dist", 1)
+        self._strategy = save_strategy()
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         if group.size() > 1:  # replicas share the writing instead of leaving it to the first one
             self._strategy = FullyParallelSaveStrategyWrapper(self._strategy, group, do_cache_distribution=True)

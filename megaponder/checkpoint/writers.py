@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megaponder.checkpoint import manifest
+from megaponder.engine.megatron_versions import request_to_save
 from megaponder.errors import of_file
 
 
@@ -68,11 +69,10 @@ def request(tensors: dict[str, Any], path: Path, strategy: Any) -> tuple[Any, Re
     """megatron-core's request to save `tensors` into the folder `path`, with these writers; and what they will
     report."""
     import torch.distributed as dist
-    from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     results = filesystem_async._results_queue = Results(path / f".results-{dist.get_rank()}")
-    found = dist_checkpointing.save(tensors, str(path), strategy, async_sharded_save=True, content_metadata=None)
+    found = request_to_save(tensors, path, strategy)
     assert found is not None
     if found.async_fn is not None:  # megatron-core's writer: only its transforms are used
         found = found._replace(async_fn=partial(write, found.async_fn.args[0]))

@@ -1,6 +1,6 @@
 """Runs megatron-core on machines without a GPU: the "cuda" that it uses everywhere is mapped to the CPU.
 
-megatron-core 0.16 writes `device="cuda"`, `torch.cuda.current_device()` and `torch.cuda.FloatTensor` into its
+megatron-core writes `device="cuda"`, `torch.cuda.current_device()` and `torch.cuda.FloatTensor` into its
 schedules, optimizers and communication.  `install()` redirects these few calls to their CPU counterparts; if a GPU is
 present it only makes the import of megatron-core faster.  Call it before the first `import megatron.core`.
 """
@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch.utils import _device
+
+from megaponder.engine import megatron_versions
 
 _installed = False
 
@@ -143,6 +145,7 @@ def _import_with(decorator: Any) -> None:
     """
     if "megatron.core" in sys.modules:
         return
+    megatron_versions.without_triton()
     compiler, torch.compile = torch.compile, decorator
     try:
         with warnings.catch_warnings():

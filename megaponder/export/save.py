@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
-
 from megaponder import files
 from megaponder.checkpoint import folder, writers
 from megaponder.checkpoint.model_state import layout, sharded_state
 from megaponder.checkpoint.state import CONFIG, Contents, TrainState, save_state
 from megaponder.config.load import dump
 from megaponder.config.schema import RunConfig
+from megaponder.engine.megatron_versions import save_strategy
 from megaponder.engine.model import PonderStage
 from megaponder.errors import UserError
 
@@ -40,9 +39,7 @@ def save_weights(root: Path, cfg: RunConfig, stage: PonderStage, force: bool = F
         folder.sweep(root)
         path = folder.create(root, 0)
         with writers.one_sentence(path, lambda why: UserError(f"{target} cannot be written: {why}.")):
-            request, _ = writers.request(
-                {"model": sharded_state(stage)}, path, get_default_save_sharded_strategy("torch_dist", 1)
-            )
+            request, _ = writers.request({"model": sharded_state(stage)}, path, save_strategy())
             request.execute_sync()
             dump(cfg, path / CONFIG)
             save_state(path, TrainState(), Contents(masters=False, layout=layout(), optimizer=False))
