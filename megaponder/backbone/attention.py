@@ -62,6 +62,12 @@ def widen_key(k: Tensor, v: Tensor, key_bias: Tensor, scale: float) -> tuple[Ten
     return torch.cat([k, extra], -1), F.pad(v, (0, EXTRA))
 
 
+def all_heads(x: Tensor, heads: int) -> Tensor:
+    """Grouped-query attention: each key/value head of x [..., g, d] once for every query head that reads it."""
+    repeat = heads // x.shape[-2]
+    return x if repeat == 1 else x.repeat_interleave(repeat, dim=-2)
+
+
 class SdpaCore(nn.Module):
     """Causal softmax attention by PyTorch's fused kernels, within the config's window of tokens if it has one.
 
@@ -109,7 +115,7 @@ class SdpaCore(nn.Module):
         seen = _causal(n, n, q.device, window)[None] if documents is None else documents.visible(window=window)
         mask = seen.repeat(1, 1, len(keys)) & torch.cat(exists).t()[:, None]
         mask = mask | ~mask.any(-1, keepdim=True)
-        k, v = (self._all_heads(q, torch.cat(list(x))) for x in (keys, values))
+        k, v = (all_heads(torch.cat(list(x)), q.shape[2]) for x in (keys, values))
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=self.scale)
         return out.permute(2, 0, 1, 3)
@@ -124,22 +130,16 @@ class SdpaCore(nn.Module):
             bias = torch.zeros(k.shape[:2], device=q.device)
             if exists is not None:
                 bias = bias.masked_fill(~exists, GONE)
-            ready.append([self._all_heads(q, x).permute(1, 2, 0, 3) for x in widen_key(k, v, bias, scale)])
+            ready.append([all_heads(x, q.shape[2]).permute(1, 2, 0, 3) for x in widen_key(k, v, bias, scale)])
         out = merged_causal(widen_query(q).permute(1, 2, 0, 3), [k for k, _ in ready], [v for _, v in ready], scale)
         return out.permute(2, 0, 1, 3)[..., :d]
-
-    @staticmethod
-    def _all_heads(q: Tensor, x: Tensor) -> Tensor:
-        """Grouped-query attention: each key/value head once for every query head that reads it."""
-        repeat = q.shape[2] // x.shape[2]
-        return x if repeat == 1 else x.repeat_interleave(repeat, dim=2)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, slots: int, documents: Documents | None
     ) -> Tensor:
         rows_q, rows_k = q.shape[0], k.shape[0]
         window = self.window if rows_k > self.window * slots else 0
-        k, v = self._all_heads(q, k), self._all_heads(q, v)
+        k, v = all_heads(k, q.shape[2]), all_heads(v, q.shape[2])
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [s, b, h, d] -> [b, h, s, d]
         if documents is not None:
             mask = documents.visible(slots, window)[:, None]

@@ -10,6 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megaponder.backbone.freqkv_documents import Blocks
+from megaponder.decoding.freqkv_blocks import FreqKV
+
 
 class Documents:
     """Of one micro-batch in one pass; what layers share is made once.
@@ -21,6 +24,7 @@ class Documents:
         self.starts_bn, self._edges = starts_bn, edges
         self._visible: dict[tuple[int, int], Tensor] = {}
         self._rows: dict[int, Tensor] = {}
+        self._blocks: Blocks | None = None
 
     @property
     def positions_bn(self) -> Tensor:
@@ -36,6 +40,12 @@ class Documents:
                 first = torch.maximum(first, token - (window - 1))
             self._visible[slots, window] = (rows <= rows[:, None]) & (token >= first[..., None])
         return self._visible[slots, window]
+
+    def blocks(self, feature: FreqKV) -> Blocks:
+        """Where the blocks of FreqKV lie."""
+        if self._blocks is None:
+            self._blocks = Blocks(feature, self.starts_bn)
+        return self._blocks
 
     def edges(self, slots: int = 1) -> Tensor:
         """Where documents begin among the rows of all sequences, joined, and their end: int32 [E + 1]."""

@@ -21,10 +21,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 
 from megaponder.backbone import depth, fused
+from megaponder.backbone.freqkv import FreqCore
 from megaponder.backbone.norms import AllHeadsNorm, HeadBias
 from megaponder.backbone.parts import Parts
 from megaponder.config.model import ModelConfig
-from megaponder.decoding import depth_sources
+from megaponder.decoding import depth_sources, freqkv_blocks
 
 Kept = tuple[Tensor, ...]
 Attend = Callable[[Tensor, Tensor, Tensor, Kept, Callable[..., Tensor]], tuple[Tensor, Kept]]
@@ -126,6 +127,7 @@ class PonderAttention(SelfAttention):
             self.q_bias, self.k_bias = (HeadBias(self.config, n, tp) for n in (heads, groups))
         self._adjacent, self._norms_rotated = model.rotary_pairs == "adjacent", model.qk_norm == "rotated"
         self._depth = depth_sources.read(model.depth_attention)
+        self._freqkv = freqkv_blocks.read(model.freqkv)
 
     def forward(
         self,
@@ -143,13 +145,17 @@ class PonderAttention(SelfAttention):
         """
         qkv, _ = self.linear_qkv(x_sbh)
         heads, groups = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
+        core: Callable[..., Tensor] = self.core_attention
+        if self._freqkv is not None and len(qkv) > self._freqkv.capacity:
+            assert rotary is not None
+            core, rotary = FreqCore(self._freqkv, core, rotary, self._adjacent), None  # it rotates them itself
         q, k, v = self._heads(qkv, rotary, heads, groups)
         made: Kept = ()
         if self._depth is not None:
             k, v = k.contiguous(), v.contiguous()  # later layers read them, too
             mixed, *passed = depth.mix(self._depth, q, k, v, sources)
             made, v = (k, v if self._depth.values == "raw" else mixed, *passed), mixed
-        out, kept = attend(q, k, v, kept, self.core_attention)
+        out, kept = attend(q, k, v, kept, core)
         out = read_rows(out, reads)
         projected, bias = self.linear_proj(out.reshape(*out.shape[:2], -1))
         return projected, bias, kept, made

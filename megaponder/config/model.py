@@ -100,6 +100,9 @@ class ModelConfig:
     """Depth-Attention mixes values with those of earlier layers: {}, or any of {sources: all, last:N, stride:N or a
     list of layers; values: mixed or raw; query: mean_query or mean_prob; own: softmax or residual; scale: 0.0;
     passes: across or within; blocks: 1}."""
+    freqkv: dict[str, Any] | None = feature(load="asked")
+    """FreqKV compresses keys and values of long texts: {}, or {capacity: C, sink: 4, ratio: 0.5}.  A token attends to C
+    rows at most: when so many are full, all but the first `sink` are resampled to the share `ratio` of their number."""
     parallel_residual: bool | None = feature()
     """x + attn(norm1 x) + mlp(norm2 x) instead of two residual steps (pythia)."""
     tie_embeddings: bool | None = feature(aliases=("tie_word_embeddings",))
@@ -165,6 +168,7 @@ _LLAMA = ModelConfig(
     rotary_scaling={},
     attention_window=0,
     depth_attention={},
+    freqkv={},
     parallel_residual=False,
     tie_embeddings=False,
 )

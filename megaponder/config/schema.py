@@ -227,8 +227,8 @@ class CheckpointConfig:
     load: str | None = None
     """Checkpoint folder to start from (weights only) when the run folder has none."""
     load_changes: list[str] = declare([])
-    """Fields of the model that may differ from those of `load`: model.rotary_base and model.rotary_scaling, to train on
-    for longer texts, and model.depth_attention."""
+    """Fields of the model that may differ from those of `load`: to train on for longer texts, model.rotary_base,
+    model.rotary_scaling and model.freqkv; and model.depth_attention."""
 
 
 @dataclass

@@ -48,6 +48,7 @@ LATER: dict[str, Any] = {
     "rotary_scaling": {},
     "attention_window": 0,
     "depth_attention": {},
+    "freqkv": {},
 }
 """Features that an earlier version's config.json lacks, and what its models have."""
 
@@ -161,11 +162,15 @@ class Attention(nn.Module):
             out = view.attend(self, entry, q, k, v)
             return self.o_proj(out.transpose(1, 2).flatten(2)), k, v, *made
         k, v, own_k, own_v = view.join(entry, k, v, before)
+        out = view.collected(self.softmax(view.spread(q), k, v, view.mask, view.weight))
+        return self.o_proj(out.transpose(1, 2).flatten(2)), own_k, own_v, *made
+
+    def softmax(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, weight: Tensor | None) -> Tensor:
+        """[b, heads, r, d] of queries over keys and values [b, groups, k, d]; mask and weight: see `View`."""
         if self.groups != self.heads:
             k, v = (y.repeat_interleave(self.heads // self.groups, dim=1) for y in (k, v))
         attend = self._eager if self.config._attn_implementation == "eager" else self._fused
-        out = view.collected(attend(view.spread(q), k, v, view.mask, view.weight))
-        return self.o_proj(out.transpose(1, 2).flatten(2)), own_k, own_v, *made
+        return attend(q, k, v, mask, weight)
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, weight: Tensor | None) -> Tensor:
         scale, causal = self.size**-0.5, mask is None and q.shape[2] > 1

@@ -70,6 +70,9 @@ class Entry:
         self.keys, self.values = keys, values
         return keys, values
 
+    def crop(self, tokens: int) -> None:
+        """ValueError where the state after so many tokens is gone."""
+
     def change(self, change: Callable[[Tensor], Tensor]) -> None:
         """Other rows, or those of another batch, by `change` of keys and values alike."""
         if self.keys is not None and self.values is not None:
@@ -178,6 +181,8 @@ class PonderCache(DynamicCache):
         if tokens == 0:
             return
         tokens = tokens if tokens >= 0 else max(0, self.tokens + tokens)
+        for entry in self.layers:
+            entry.crop(tokens)
         for index, rows in list(self.rows.items()):
             if tokens < self.tokens:
                 self.retain(index, slice(int((rows.token < tokens).sum())))

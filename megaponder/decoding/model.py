@@ -13,9 +13,11 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
-from megaponder.decoding.backbone import Backbone, wide
+from megaponder.decoding.backbone import Backbone, feature, wide
 from megaponder.decoding.cache import PonderCache
 from megaponder.decoding.configuration import MegaponderConfig
+from megaponder.decoding.freqkv_blocks import read
+from megaponder.decoding.freqkv_view import new_cache, run_of
 from megaponder.decoding.method import DecodingMethod
 from megaponder.decoding.paged import PagedRun
 from megaponder.decoding.passes import Run
@@ -49,6 +51,7 @@ class PonderForCausalLM(PreTrainedModel, GenerationMixin):
         if config.method != self.decoding.name:
             raise ValueError(f"method {config.method!r} is unknown here: this is the code for {self.decoding.name}")
         self.ponder = self.decoding(config)
+        self.freqkv = read(feature(config, "freqkv"))
         self.model = Backbone(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.method_entry = nn.ModuleDict(self.ponder.entry_modules())
@@ -83,10 +86,12 @@ class PonderForCausalLM(PreTrainedModel, GenerationMixin):
             )
         super()._prepare_cache_for_generation(generation_config, given, *args, **kwargs)
         if generation_config.use_cache is not False and given.get(CACHE_FIELD) is None:
-            given[CACHE_FIELD] = PonderCache(self.config.num_hidden_layers)
+            given[CACHE_FIELD] = new_cache(self.freqkv, self.config.num_hidden_layers)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """The manager of `generate_batch`, whose cache has a layer for each pass and layer."""
+        if self.freqkv is not None:
+            raise ValueError("generate_batch: pages keep keys as they are, and FreqKV compresses them; use generate")
         if not (passes := self.ponder.kv_passes()):
             raise ValueError(
                 f"generate_batch: method {self.config.method} does not have exactly one row, with keys and values "
@@ -166,7 +171,7 @@ class PonderForCausalLM(PreTrainedModel, GenerationMixin):
         """
         cache = past_key_values if cache is None else cache
         if cache is None and (self.config.use_cache and not self.training if use_cache is None else use_cache):
-            cache = PonderCache(self.config.num_hidden_layers)
+            cache = new_cache(self.freqkv, self.config.num_hidden_layers)
         given = {name: kwargs.pop(name, None) for name in self.ponder.arguments}
         self.ponder.check(given)
         ponder = self.ponder.using(given)
@@ -228,10 +233,11 @@ class PonderForCausalLM(PreTrainedModel, GenerationMixin):
         if positions is None:
             counted = torch.ones(b, past + n, dtype=torch.long, device=tokens.device) if keep is None else keep.long()
             positions = (counted.cumsum(-1) - 1).clamp(min=0)[:, -n:]
-        if past + n > (most := self.config.max_position_embeddings):
+        if past + n > (most := self.config.max_position_embeddings) and self.freqkv is None:
             if self.config.positions == "learned" and positions.max() >= most:
                 raise ValueError(f"{past + n} tokens are more than max_position_embeddings = {most}, the learned ones")
             logger.warning_once(
                 f"{past + n} tokens are more than max_position_embeddings = {most}, to which the model was trained"
             )
-        return Run(positions.expand(b, -1), None if keep is None or keep.all() else keep, cache, past, given)
+        run = Run(positions.expand(b, -1), None if keep is None or keep.all() else keep, cache, past, given)
+        return run_of(self.freqkv, run)

@@ -109,8 +109,8 @@ class Stepwise(DecodingMethod):
     @property
     def separable(self) -> bool:
         """Whether a token's passes end where it is read out, so that each can be run by itself: not with
-        Depth-Attention, whose earlier layers no pass by itself would have."""
-        if feature(self.config, "depth_attention"):
+        Depth-Attention, whose earlier layers no pass by itself would have, or FreqKV, which compresses whole passes."""
+        if feature(self.config, "depth_attention") or feature(self.config, "freqkv"):
             return False
         return self.halts or type(self).hidden is Stepwise.hidden
 
@@ -156,6 +156,8 @@ class Stepwise(DecodingMethod):
         return state["out"]
 
     def _gathered(self, model: Any, ids: Tensor, run: Run) -> Tensor:
+        if feature(self.config, "freqkv"):
+            raise ValueError("with FreqKV every token runs all passes: halted tokens would leave a pass without keys")
         seq, column = run.real.nonzero(as_tuple=True)
         if run.cache is None:
             slots = Slots(len(ids), self.merge, stored=False, device=ids.device)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megaponder.backbone.documents import Documents
-from megaponder.engine.row_kernels import gather_rows, only, scatter_rows
+from megaponder.backbone.row_kernels import gather_rows, only, scatter_rows
 
 SIZES = 16
 """Number of sizes of a gathered pass: few shapes for kernels and captured graphs."""

@@ -13,9 +13,9 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
+from megaponder.backbone.row_kernels import only
 from megaponder.decoding.noise import document_sums, sequence_uniform, token_noise
 from megaponder.engine.mixture import vocabulary_mixture
-from megaponder.engine.row_kernels import only
 
 if TYPE_CHECKING:
     from megaponder.data.batch import MicroBatch

@@ -41,6 +41,7 @@ from megaponder.backbone.parts import parts
 from megaponder.config.recompute import recomputed_layers
 from megaponder.config.rules.precision import FP8_ALIGNMENT
 from megaponder.config.schema import RunConfig
+from megaponder.decoding import freqkv_blocks
 from megaponder.engine import loss
 from megaponder.engine.active_rows import Attending, Rows, unit_of
 from megaponder.engine.earlier import Depth
@@ -103,7 +104,7 @@ class PonderStage(MegatronModule):
 
         if first:
             self.embedding = Embedding(self.config, rows, embedding_scale, m.learned_positions, groups.tp)
-        self.rotary = rotary_embedding(self.config, m)
+        self.rotary, self.freqkv = rotary_embedding(self.config, m), freqkv_blocks.read(m.freqkv)
         self.decoder = TransformerBlock(
             self.config,
             TransformerBlockSubmodules(layer_specs=[layer_spec(m, built)] * get_num_layers_to_build(self.config)),
@@ -272,9 +273,14 @@ class PonderStage(MegatronModule):
         return self._in_every_head(y[..., :channels].to(x.dtype))
 
     def _rotary(self, p: Pass, rows: int, documents: Documents | None) -> Tensor | None:
-        """`fused.turns` [2, rows, 1 or b, 1, d_rot]; all slots of a token share its position."""
+        """`fused.turns` [2, rows, 1 or b, 1, d_rot]; all slots of a token share its position.
+
+        With FreqKV, for texts beyond its capacity, those of the positions that there are.
+        """
         if self.rotary is None:
             return None
+        if self.freqkv is not None and rows > self.freqkv.capacity:
+            return self.rotary(self.freqkv.capacity)
         turn = self.rotary(rows // p.slots)
         if documents is not None:
             turn = turn[:, :, 0][:, documents.positions_bn.t()]

@@ -174,6 +174,11 @@ class DepthBatch:
                 "a model with Depth-Attention cannot be batched by depth, since a pass needs the layers of earlier "
                 "passes; its texts run as one padded batch."
             )
+        if feature(model.config, "freqkv"):
+            raise UserError(
+                "a model with FreqKV cannot be batched by depth, since pages keep keys as they are; its texts run as "
+                "one padded batch."
+            )
         if method.stepwise() is None:
             raise UserError(
                 f"method {method.name} cannot be batched by depth: {method.why_not_batched}; its texts run as one "

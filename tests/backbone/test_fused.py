@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaponder.backbone import fused
-from megaponder.engine import row_kernels
+from megaponder.backbone import fused, row_kernels
 from megaponder.engine.active_rows import Rows
 from tests.tolerance import ATOL, RTOL
 

@@ -36,6 +36,7 @@ IDENTITY = {
     "model.activation", "model.qkv_bias", "model.output_bias", "model.mlp_bias", "model.positions",
     "model.rotary_fraction", "model.rotary_base", "model.rotary_pairs",
     "model.rotary_scaling", "model.attention_window", "model.depth_attention",
+    "model.freqkv",
     "model.parallel_residual", "model.tie_embeddings", "ponder.method",
 }  # fmt: skip
 """Written once more, so that a declaration that is lost does not let a checkpoint of another model in."""
@@ -44,7 +45,7 @@ IDENTITY = {
 def test_what_a_weight_means_cannot_change() -> None:
     assert {name for name, f in all_fields().items() if f.declared.resume == "refused"} == IDENTITY
     free = {name for name in IDENTITY if all_fields()[name].declared.change_at_load != "refused"}
-    asked = {"model.rotary_base", "model.rotary_scaling", "model.depth_attention"}
+    asked = {"model.rotary_base", "model.rotary_scaling", "model.depth_attention", "model.freqkv"}
     assert free == {"ponder.method", "model.vocab_multiple", "optimizer.kind", *asked}
     assert {name for name, f in all_fields().items() if f.declared.change_at_load == "asked"} == asked
 
@@ -137,6 +138,8 @@ def other_value(name: str, value: Any) -> Any:
         return {"steps": 7}
     if name == "model.depth_attention":
         return {"sources": "last:2"}
+    if name == "model.freqkv":
+        return {"capacity": 64}
     if name == "model.rotary_scaling":
         return {"rope_type": "linear", "factor": 2.0}
     if name == "data.split":

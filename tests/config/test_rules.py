@@ -25,6 +25,7 @@ H100 = Machine("cuda", (9, 0), transformer_engine=True, grad_accum_kernel=False)
 L40S = Machine("cuda", (8, 9), transformer_engine=True)
 A100 = Machine("cuda", (8, 0), transformer_engine=True)
 PASSES4 = MethodFacts(max_passes=4)
+FREQKV = {"capacity": 64}
 FP8 = {"precision__fp8": "current", "precision__dtype": "bf16"}
 
 Broken = tuple[str, str, int, MethodFacts, "Machine | None", dict[str, Any]]
@@ -98,6 +99,31 @@ BROKEN: list[Broken] = [
         parallel__pipeline=4,
         model__depth_attention={"blocks": 2, "passes": "within"},
     ),
+    broken("model.freqkv.size", "its options are capacity, sink, ratio; take it out", model__freqkv={"size": 64}),
+    broken("model.freqkv", "it needs capacity", model__freqkv={"sink": 4}),
+    broken("model.freqkv.capacity", "at least 3; use 3", model__freqkv={"capacity": 2}),
+    broken("model.freqkv.sink", "at least 0; use 0", model__freqkv={"capacity": 64, "sink": -1}),
+    broken("model.freqkv.ratio", "more than 0 and less than 1", model__freqkv={"capacity": 64, "ratio": 1.0}),
+    broken("model.freqkv.sink", "there must be at least 2; use 4", model__freqkv={"capacity": 64, "sink": 63}),
+    broken("model.freqkv.ratio", "leaves none of 60 rows; use 0.5", model__freqkv={"capacity": 64, "ratio": 0.01}),
+    broken(
+        "model.positions",
+        "new positions, which takes RoPE",
+        model__preset="gpt2-small",
+        model__freqkv=FREQKV,
+        data__sequence_length=512,
+    ),
+    broken("model.qk_norm", "this norm comes after it", model__qk_norm="rotated", model__freqkv=FREQKV),
+    broken("model.attention_window", "what the memory holds", model__attention_window=9, model__freqkv=FREQKV),
+    broken(
+        "model.rotary_scaling",
+        "on which dynamic scaling depends",
+        model__rotary_scaling={"rope_type": "dynamic", "factor": 2.0},
+        model__freqkv=FREQKV,
+    ),
+    broken("model.depth_attention", "never tried", model__depth_attention={"own": "softmax"}, model__freqkv=FREQKV),
+    broken("model.freqkv", "several rows", facts=MethodFacts(max_slots=2), model__freqkv=FREQKV),
+    broken("model.freqkv", "of one pass; use {}", facts=MethodFacts(keeps_kv=True), model__freqkv=FREQKV),
     broken("model.norm_affine", "RMSNorm always learns", model__norm="rmsnorm", model__norm_affine=False),
     broken("model.norm_eps", "more than 0", model__norm_eps=0.0),
     broken("model.init_std", "more than 0", model__init_std=-1.0),

@@ -164,6 +164,13 @@ CASES = {
             "rotary_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100},
         },
     ),
+    # two memories in a sequence, the last block not full
+    "freqkv-gqa": Case(
+        "qwen3",
+        "loop",
+        {"extra_passes": 1},
+        {"num_kv_heads": 2, "freqkv": {"capacity": 6, "sink": 1, "ratio": 0.45}},
+    ),
     # keys and values of earlier layers cross stages and passes, in another grouping than the layers
     "depth-across-gqa": Case(
         "llama", "loop", {"extra_passes": 1}, {"num_kv_heads": 2, "depth_attention": {"sources": "last:3"}}

@@ -67,6 +67,7 @@ CHOSEN = (
     "confident-budget-skip",
     "window-yarn-gqa",
     "depth-skip",
+    "freqkv-gqa",
     "parcae-llama",
     "retrofit-llama",
     "ouro-sandwich",

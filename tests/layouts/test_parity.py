@@ -135,6 +135,24 @@ ODD = {
         {"loops": 2, "entropy_weight": 0.2, "threshold": 0.7},
         {"norm_placement": "sandwich", "depth_attention": ALL},
     ),
+    "freqkv-pythia": Case("pythia", "ponderlm", {"steps": 1}, {"freqkv": {"capacity": 5, "sink": 1}}),
+    "freqkv-huginn": Case(
+        "llama",
+        "huginn",
+        {"prelude": 1, "coda": 1, "recurrence": 3, "kept": 2, "draw": "fixed"},
+        {"num_layers": 4, "rotary_pairs": "adjacent", "freqkv": {"capacity": 7, "sink": 0, "ratio": 0.4}},
+    ),
+    "freqkv-yarn-norms": Case(
+        "llama",
+        "ouro",
+        {"loops": 2, "entropy_weight": 0.2, "threshold": 0.7},
+        {
+            "num_kv_heads": 1,
+            "qk_norm": "all",
+            "freqkv": {"capacity": 6, "sink": 2, "ratio": 0.7},
+            "rotary_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100},
+        },
+    ),
     "frozen-norms-relu": Case("gpt2", "ponderlm", {"steps": 1}, {"norm_affine": False, "activation": "relu"}),
     "pythia-pause": Case("pythia", "pause", {"pauses": 1, "pause_token_id": 3}),
 }

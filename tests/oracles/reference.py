@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.oracles import freqkv
+
 Weights = dict[str, Tensor]
 Keys = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -161,6 +163,7 @@ class Oracle:
         if m.qk_norm == "all":
             q = self.norm(q.reshape(rows, -1), f"{name}.q_layernorm").view_as(q)
             k = self.norm(k.reshape(rows, -1), f"{name}.k_layernorm").view_as(k)
+        raw = q, k
         q, k = self.rotate(q, positions), self.rotate(k, positions)
         if m.qk_norm == "rotated":  # the engine runs in FP32
             q, k = (y / (y.pow(2).mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt() for y in (q, k))
@@ -168,6 +171,11 @@ class Oracle:
         v = v if self.more_values is None else v + self.more_values(name, x)
         if m.depth_attention:
             v = self.depth.mixed(name, q, k, v)
+        if m.freqkv:
+            assert keys is None and logit_bias is None
+            o = {"sink": 4, "ratio": 0.5} | m.freqkv
+            out = freqkv.attention(*raw, v, **o, rotate=self.rotate)
+            return self.linear(out.reshape(rows, -1), f"{name}.linear_proj")
         k, v = (y.repeat_interleave(per_group, dim=1) for y in (k, v))
         if keys is not None:
             k, v = keys(name, k, v)

@@ -62,6 +62,7 @@ def test_every_value_of_a_feature_is_computed_or_refused(family: str) -> None:
             ("rotary_scaling", {"rope_type": "linear", "factor": 2.0}),
             ("attention_window", 8),
             ("depth_attention", {"sources": "all"}),
+            ("freqkv", {"capacity": 64}),
             ("norm_placement", "post"),
         ),
     ):

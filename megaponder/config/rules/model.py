@@ -7,6 +7,7 @@ import math
 from megaponder.config.model import SCALINGS
 from megaponder.config.rules.case import Case, Rule, nearest_divisor, nearest_multiple, require
 from megaponder.config.rules.depth_attention import RULES as DEPTH_ATTENTION
+from megaponder.config.rules.freqkv import RULES as FREQKV
 
 
 def heads_divide_hidden(c: Case) -> None:
@@ -95,5 +96,6 @@ RULES: tuple[Rule, ...] = (
     norms_fit,
     rotary_scaling_is_whole,
     *DEPTH_ATTENTION,
+    *FREQKV,
 )
 """Without these a model cannot be built at all."""

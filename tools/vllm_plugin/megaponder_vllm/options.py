@@ -16,6 +16,7 @@ FEATURES = {
     "rotary_scaling": ({},),
     "attention_window": (0,),
     "depth_attention": ({},),
+    "freqkv": ({},),
 }
 """Features, and those of their values that this plugin computes."""
 NUMBERS = ("norm_eps", "output_bias", "mlp_bias", "rotary_fraction", "rotary_base", "parallel_residual")
