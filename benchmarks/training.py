@@ -5,9 +5,10 @@
     python -m benchmarks.training --list
 
 A step is forward, backward, gradient reduction, clipping and AdamW of `--micro-batches` micro-batches of random tokens,
-sequence 2048, in BF16 with FP32 master weights and the distributed optimizer.  Rows of a table run one after the other
-in one process; each is warmed up, then timed by the host around a device synchronisation, median of `--steps`.  The
-rows of plain megatron-core are its own GPTModel with its Transformer Engine spec, DDP, optimizer and schedule.
+sequence 2048 unless the row names another, in BF16 with FP32 master weights and the distributed optimizer.  Rows of a
+table run one after the other in one process; each is warmed up, then timed by the host around a device synchronisation,
+median of `--steps`.  The rows of plain megatron-core are its own GPTModel with its Transformer Engine spec, DDP,
+optimizer and schedule.
 Writes training-TABLE.{json,md} into the folder of results.
 """
 
@@ -67,6 +68,8 @@ class Row:
     """Of the model."""
     unfused: bool = False
     """Depth-Attention by PyTorch's operations."""
+    length: int = LENGTH
+    """Tokens of a sequence."""
 
 
 PONDER = ("ponderlm", {"steps": 3})
@@ -146,6 +149,15 @@ def _depth_attention() -> list[Row]:
     return rows
 
 
+def _freqkv() -> list[Row]:
+    long: dict[str, Any] = {"max_positions": 8192}
+    rows = [Row("plain, 8192 tokens", "llama-410m", batch=2, features=long, length=8192)]
+    for capacity in (4096, 2048, 1024):
+        features = {**long, "freqkv": {"capacity": capacity}}
+        rows.append(Row(f"capacity {capacity}, 8192 tokens", "llama-410m", batch=2, features=features, length=8192))
+    return rows
+
+
 TABLES: dict[str, list[Row]] = {
     "baseline": [*_paired("llama-410m", 8), *_paired("llama-1.4b", 4)],
     "methods": [
@@ -161,6 +173,7 @@ TABLES: dict[str, list[Row]] = {
     "halting": _halting(),
     "looped": _looped(),
     "depth-attention": _depth_attention(),
+    "freqkv": _freqkv(),
     "one-gpu": [
         Row("K=4, batch 2", "llama-1.4b", *LOOP, batch=2, micro_batches=8),
         Row("K=4, batch 4", "llama-1.4b", *LOOP, batch=4, micro_batches=4),
@@ -183,7 +196,7 @@ def config(row: Row, micro_batches: int, world: int | None = None) -> RunConfig:
     world = world or int(os.environ.get("WORLD_SIZE", "1"))
     cfg = RunConfig(model=ModelConfig(preset=row.preset, vocab_size=VOCAB, vocab_multiple=128, **row.features))
     cfg.ponder.method, cfg.ponder.options, cfg.ponder.skip_halted = row.method, dict(row.options), row.skip
-    cfg.data.sequence_length = LENGTH
+    cfg.data.sequence_length = row.length
     p = cfg.parallel
     p.tensor, p.pipeline, p.sequence = row.tensor, row.pipeline, row.tensor > 1
     p.distributed_optimizer, p.recompute = True, "layer" if row.recompute else "none"
@@ -200,12 +213,9 @@ def batches(row: Row, micro_batches: int, draw: torch.Generator) -> list[Any]:
 
     out = []
     for _ in range(micro_batches):
-        text = torch.randint(0, VOCAB, (row.batch, LENGTH + 1), generator=draw, device="cuda")
-        out.append(
-            MicroBatch(
-                text[:, :-1].contiguous(), text[:, 1:].contiguous(), torch.ones(row.batch, LENGTH, device="cuda")
-            )
-        )
+        text = torch.randint(0, VOCAB, (row.batch, row.length + 1), generator=draw, device="cuda")
+        ids, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+        out.append(MicroBatch(ids, labels, torch.ones(row.batch, row.length, device="cuda")))
     return out
 
 
@@ -264,7 +274,7 @@ def planned_gib(row: Row, cfg: RunConfig, world_size: int, stage: int) -> float:
     computed = None
     if row.skip:
         shares = active_shares(row, len(passes))
-        computed = [places_for(math.ceil(share * LENGTH), LENGTH) / LENGTH for share in shares]
+        computed = [places_for(math.ceil(share * row.length), row.length) / row.length for share in shares]
     expected = memory.rank_memory(cfg, facts_of(method, 1), passes, world_size, stage, te=True, active=computed)
     return expected.total / memory.GIB
 
@@ -379,7 +389,7 @@ def measure(row: Row, args: argparse.Namespace) -> dict[str, Any]:
         times.append(time.perf_counter() - start)
     devices = dist.get_world_size()
     seconds = statistics.median(times)
-    tokens = row.batch * count * LENGTH * (devices // (row.tensor * row.pipeline))
+    tokens = row.batch * count * row.length * (devices // (row.tensor * row.pipeline))
     engine = facts.pop("engine")
     rate = tokens / seconds / devices
     return {
@@ -420,8 +430,8 @@ def table(results: list[dict[str, Any]], args: argparse.Namespace) -> str:
         f"# Training steps: {args.table}\n",
         f"{origin()}, megatron-core {version('megatron-core')}, Transformer Engine {version('transformer-engine')}, "
         f"{dist.get_world_size()} GPU(s). Command: `python -m benchmarks.training {args.table}`{launcher}. "
-        f"Sequence {LENGTH}, random tokens, AdamW and distributed optimizer in every step. MFU: needed FLOPs "
-        "(multiply-add = 2, causal half of attention, no recompute) over the BF16 peak of 989.4 TFLOP/s, whatever the "
+        f"Sequence {LENGTH} unless told, random tokens, AdamW and distributed optimizer in every step. MFU: needed "
+        "FLOPs (multiply-add = 2, causal half of attention, no recompute) over the BF16 peak of 989.4 TFLOP/s, whatever the "
         "precision.\n",
         "| row | micro-batch x number | tokens/s/GPU | MFU | step ms | spread | graphs | peak GiB | planned GiB |",
         "|---|---|---|---|---|---|---|---|---|",

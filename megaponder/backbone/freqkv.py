@@ -124,8 +124,10 @@ class FreqCore:
         n, tile = len(q), min(self._feature.memory, len(q))
         missing = -n % tile
 
+        heads = q.shape[2]
+
         def tiles(x: Tensor) -> Tensor:
-            x = F.pad(all_heads(x, q.shape[2]), (0, 0, 0, 0, 0, 0, 0, missing))
+            x = F.pad(all_heads(x, heads), (0, 0, 0, 0, 0, 0, 0, missing))
             return x.unflatten(0, (-1, tile)).permute(2, 0, 3, 1, 4)  # [b, tiles, h, tile, d]
 
         def two(x: Tensor) -> Tensor:
@@ -133,5 +135,6 @@ class FreqCore:
             return torch.cat([F.pad(x[:, :-1], (0, 0, 0, 0, 0, 0, 1, 0)), x], 3)
 
         mask = places.seen_in_tiles(tile).flatten(0, 1)[:, None]
-        out = F.scaled_dot_product_attention(*(x.flatten(0, 1) for x in (tiles(q), two(k), two(v))), attn_mask=mask)
-        return out.unflatten(0, (q.shape[1], -1)).permute(1, 3, 0, 2, 4).flatten(0, 1)[:n]
+        b, (q, k, v) = q.shape[1], (x.flatten(0, 1) for x in (tiles(q), two(k), two(v)))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return out.unflatten(0, (b, -1)).permute(1, 3, 0, 2, 4).flatten(0, 1)[:n]

@@ -96,6 +96,13 @@ CASES: dict[str, dict[str, Any]] = {
         "family": "llama", "method": "loop", "options": {"extra_passes": 1},
         "features": {"num_kv_heads": 2, "depth_attention": {"sources": "last:3"}},
     },
+    "freqkv": {
+        "family": "llama", "method": "loop", "options": {"extra_passes": 1},
+        "features": {"num_kv_heads": 2, "freqkv": {"capacity": 40}},
+    },
+    "freqkv-documents": {
+        "family": "llama", "method": "vanilla", "features": {"freqkv": {"capacity": 24}}, "documents": True,
+    },
     "depth-gathered": {
         "family": "llama", "method": "adaponderlm", "options": {"target": 0.6}, "skip": True,
         "features": {"depth_attention": {"sources": "all"}},

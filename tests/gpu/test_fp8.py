@@ -16,6 +16,7 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "pythia": ("pythia", {}),
     "qk-norm": ("qwen3", {"num_kv_heads": 2}),
     "sandwich": ("llama", {"norm_placement": "sandwich"}),
+    "freqkv": ("llama", {"num_kv_heads": 2, "freqkv": {"capacity": 40}}),
     "depth": ("llama", {"num_kv_heads": 2, "depth_attention": {"sources": "all"}}),
     "post-norm-all-heads": ("llama", {"norm_placement": "post", "qk_norm": "all", "num_kv_heads": 2}),
     "stream-norm-qk-bias": ("llama", {"norm_placement": "stream", "qkv_bias": "qk", "rotary_pairs": "adjacent"}),

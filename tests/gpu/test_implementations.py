@@ -44,6 +44,7 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qk-norm-layernorm": ("pythia", {"qk_norm": "head"}),
+    "freqkv": ("qwen3", {"num_kv_heads": 2, "freqkv": {"capacity": 40}}),
     "depth": ("qwen3", {"num_kv_heads": 2, "depth_attention": {"sources": "all"}}),
     "depth-prob": ("pythia", {"depth_attention": {"sources": "last:3", "query": "mean_prob", "own": "residual"}}),
 }
@@ -56,6 +57,10 @@ def test_documents_in_both_implementations(family: str, method: str, options: di
 
 def test_documents_and_a_window_in_both_implementations() -> None:
     test_te_is_as_near_to_fp32_as_pytorch_is("llama", "loop", {}, {"attention_window": 37}, documents=True)
+
+
+def test_documents_and_freqkv_in_both_implementations() -> None:
+    test_te_is_as_near_to_fp32_as_pytorch_is("llama", "loop", {}, {"freqkv": {"capacity": 24}}, documents=True)
 
 
 @pytest.mark.parametrize("name", FEATURES)
