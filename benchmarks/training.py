@@ -431,8 +431,8 @@ def table(results: list[dict[str, Any]], args: argparse.Namespace) -> str:
         f"{origin()}, megatron-core {version('megatron-core')}, Transformer Engine {version('transformer-engine')}, "
         f"{dist.get_world_size()} GPU(s). Command: `python -m benchmarks.training {args.table}`{launcher}. "
         f"Sequence {LENGTH} unless told, random tokens, AdamW and distributed optimizer in every step. MFU: needed "
-        "FLOPs (multiply-add = 2, causal half of attention, no recompute) over the BF16 peak of 989.4 TFLOP/s, whatever the "
-        "precision.\n",
+        "FLOPs (multiply-add = 2, causal half of attention, no recompute) over the BF16 peak of 989.4 TFLOP/s, "
+        "whatever the precision.\n",
         "| row | micro-batch x number | tokens/s/GPU | MFU | step ms | spread | graphs | peak GiB | planned GiB |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
