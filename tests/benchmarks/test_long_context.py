@@ -1,0 +1,45 @@
+"""The benchmark of longer texts: its questions have answers, its means are means, and every road is legal."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from benchmarks import long_context
+from benchmarks.long_context import SIZES, SYMBOLS, facts, perplexities, report, roads
+
+
+def test_questions_have_answers() -> None:
+    """Each target follows a key of the second half, and is what followed that key in the first."""
+    for n in (32, 512):
+        ids, counts = facts("cpu")(5, n)
+        assert ids.shape == (5, n + 1) and int(counts.sum()) == 5 * max(8 if n == 32 else 0, n // 16)
+        for row, of in zip(ids.tolist(), counts.tolist(), strict=True):
+            told = {row[i]: row[i + 1] for i in range(0, n // 2, 2) if row[i] < SYMBOLS}
+            assert len(told) == 8
+            for i, counted in enumerate(of):
+                assert not counted or (i > n // 2 and row[i] == told[row[i - 1]] >= SYMBOLS)
+    assert torch.equal(facts("cpu")(2, 64)[0], facts("cpu")(2, 64)[0]), "the same for every road"
+
+
+def test_means_and_the_table() -> None:
+    size = SIZES["tiny"]
+    found = torch.cat([torch.full((2, 128), math.log(2.0)), torch.full((2, 128), math.log(8.0))], 1)
+    seen = perplexities(found, size)
+    assert seen == pytest.approx({32: 2.0, 64: 2.0, 128: 2.0, 256: 4.0})
+    row = {"road": "freqkv", "length": 256, "seconds": 1.0, "perplexity": seen, "last": 8.0}
+    told = {"size": vars(size), "name": "tiny", "command": "c", "origin": "o", "read": 2, "text": [row]}
+    text = report(told | {"facts": [{"road": "plain", "length": 32, "right": {32: 0.5}}]})
+    assert "| freqkv | 256 | 1 | 2.000 | 2.000 | 2.000 | 4.000 | 8.000 |" in text and "| plain | 32 | 50.0% |" in text
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_roads_go_as_far_as_they_say(name: str) -> None:
+    size = SIZES[name]
+    made = roads(size, size.longest)
+    assert size.longest == 32 * size.window or name == "tiny"
+    assert [r.length for r in made] == [size.window, size.longest, 8 * size.window, size.longest]
+    assert made[1].features["rotary_scaling"]["factor"] * size.window == size.longest
+    assert long_context.FACTS < SYMBOLS
