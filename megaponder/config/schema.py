@@ -116,8 +116,9 @@ class PrecisionConfig:
 
     dtype: Literal["fp32", "bf16"] = declare("fp32", resume="warned", aliases=("bf16",))
     """Format of parameters and activations; bf16 keeps FP32 master weights, gradients and optimizer state."""
-    fp8: Literal["none", "delayed", "current", "blockwise"] = declare("none", resume="warned")
-    """FP8 recipe of the linear layers (Transformer Engine; compute capability 8.9 or newer, for blockwise 9.0)."""
+    fp8: Literal["none", "delayed", "current", "blockwise", "mxfp8", "nvfp4"] = declare("none", resume="warned")
+    """FP8 or FP4 recipe of the linear layers (Transformer Engine; compute capability 8.9 or newer, for blockwise 9.0,
+    for mxfp8 and nvfp4, which nobody has run here, 10.0)."""
     implementation: Literal["auto", "local", "te"] = "auto"
     """Layers: PyTorch (local), Transformer Engine (te), or te if it is installed and a GPU is present (auto)."""
     fp8_bf16_layers: int = declare(0, ge=0, unit="layers")

@@ -21,12 +21,20 @@ from megaponder.config.schema import RunConfig
 
 
 def recipe_of(name: str) -> Any:
-    """Transformer Engine's recipe: E4M3 forward, E5M2 for gradients (delayed, current); E4M3 only (blockwise)."""
+    """Transformer Engine's recipe: E4M3 forward, E5M2 for gradients (delayed, current); E4M3 only (blockwise, mxfp8);
+    E2M1 (nvfp4, with its defaults: Hadamard transforms, stochastic rounding of gradients, 16 x 16 blocks of weights).
+    """
     from transformer_engine.common import recipe
 
     if name == "delayed":
         return recipe.DelayedScaling(amax_history_len=16, amax_compute_algo="max")
-    return {"current": recipe.Float8CurrentScaling, "blockwise": recipe.Float8BlockScaling}[name]()
+    names = {
+        "current": "Float8CurrentScaling",
+        "blockwise": "Float8BlockScaling",
+        "mxfp8": "MXFP8BlockScaling",
+        "nvfp4": "NVFP4BlockScaling",
+    }
+    return getattr(recipe, names[name])()
 
 
 AMAX = {"input": ("scaling_fwd", 0), "weight": ("scaling_fwd", 1), "grad": ("scaling_bwd", 0)}

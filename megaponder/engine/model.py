@@ -39,7 +39,7 @@ from megaponder.backbone.embedding import Embedding, rotary_embedding
 from megaponder.backbone.layer import Kept, Reads, layer_spec
 from megaponder.backbone.parts import parts
 from megaponder.config.recompute import recomputed_layers
-from megaponder.config.rules.precision import FP8_ALIGNMENT
+from megaponder.config.rules.precision import fp8_alignment
 from megaponder.config.schema import RunConfig
 from megaponder.decoding import freqkv_blocks
 from megaponder.engine import loss
@@ -94,7 +94,7 @@ class PonderStage(MegatronModule):
         self.z_loss, self.depth = cfg.train.z_loss, Depth(cfg)
         self.log_normaliser: Tensor | None = None
         """Of the logits that were read last [n, b]."""
-        self.row_multiple = 1 if cfg.precision.fp8 == "none" else FP8_ALIGNMENT
+        self.row_multiple = 1 if cfg.precision.fp8 == "none" else fp8_alignment(cfg.precision.fp8)
         """The number of rows of a pass must be a multiple of this, gathered or not."""
         self.places: int | None = None
         """Places for active tokens in the next pass (`engine.active_rows`); None: counted when needed."""

@@ -61,8 +61,9 @@ def layer_activations(cfg: RunConfig, rows: int, te: bool = False, active: float
     log_sums = 4 * model.num_heads  # FP32, of the fused attention
     norms, inner = norms_bytes(model, e, te), attention + mlp_elements(model) * e + log_sums
     if cfg.precision.fp8 != "none":  # what a linear layer reads is kept in FP8; attention's output in both formats
-        norms -= 2 * model.hidden_size * (e - 1)
-        inner -= model.ffn_size * (e - 1) - model.query_width
+        q = _quantised_bytes(cfg.precision)
+        norms -= 2 * model.hidden_size * (e - q)
+        inner -= model.ffn_size * (e - q) - model.query_width * q
     if active < 1.0:
         inner = attention + active * (inner - attention + model.query_width * e)
         norms *= active
@@ -208,7 +209,12 @@ def _captured(cfg: RunConfig, te: bool) -> bool:
 
 def _fp8_copies(precision: PrecisionConfig, held: Parameters) -> int:
     """FP8 weights, plain and transposed, which Transformer Engine keeps beside the BF16 ones."""
-    return 2 * (held.attention + held.mlp) if precision.fp8 != "none" else 0
+    return int(2 * (held.attention + held.mlp) * _quantised_bytes(precision)) if precision.fp8 != "none" else 0
+
+
+def _quantised_bytes(precision: PrecisionConfig) -> float:
+    """Bytes of an element in FP8 or FP4, with its share of a scale: of 32 elements in MXFP8, of 16 in NVFP4."""
+    return {"mxfp8": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16}.get(precision.fp8, 1.0)
 
 
 def _optimizer(cfg: RunConfig, held: Parameters, dp: int) -> int:

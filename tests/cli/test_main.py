@@ -142,7 +142,10 @@ def test_plan_knows_what_its_gpu_can_do(run_file: str, capsys: pytest.CaptureFix
     command = ["plan", run_file, "--precision.dtype", "bf16", "--precision.fp8"]
     assert "the GPU has 8.0" in refused([*command, "delayed", "--gpu", "a100-80gb"], capsys)
     assert "the nearest is current" in refused([*command, "blockwise", "--gpu", "l40s"], capsys)
-    for recipe, gpu in (("current", "l40s"), ("blockwise", "h200")):
+    assert "10.0 (Blackwell) or newer, and the GPU has 9.0; the nearest is blockwise" in refused(
+        [*command, "mxfp8", "--gpu", "h200"], capsys
+    )
+    for recipe, gpu in (("current", "l40s"), ("blockwise", "h200"), ("nvfp4", "b200")):
         assert main([*command, recipe, "--gpu", gpu]) == 0
 
 

@@ -24,6 +24,7 @@ CPU = Machine("cpu")
 H100 = Machine("cuda", (9, 0), transformer_engine=True, grad_accum_kernel=False)
 L40S = Machine("cuda", (8, 9), transformer_engine=True)
 A100 = Machine("cuda", (8, 0), transformer_engine=True)
+RTX5090 = Machine("cuda", (12, 0), transformer_engine=True)
 PASSES4 = MethodFacts(max_passes=4)
 FREQKV = {"capacity": 64}
 FP8 = {"precision__fp8": "current", "precision__dtype": "bf16"}
@@ -314,6 +315,10 @@ BROKEN: list[Broken] = [
         precision__fp8="blockwise",
         precision__dtype="bf16",
     ),
+    broken(
+        "precision.fp8", "the GPU has 9.0; the nearest is blockwise", machine=H100, **FP8 | {"precision__fp8": "nvfp4"}
+    ),
+    broken("precision.fp8", "from compute capability 12.0 on", machine=RTX5090, **FP8 | {"precision__fp8": "mxfp8"}),
     broken("precision.implementation", "missing here", machine=CPU, precision__implementation="te"),
     broken(
         "precision.grad_accum_fusion",
@@ -325,6 +330,7 @@ BROKEN: list[Broken] = [
     ),
     broken("model.ffn_size", "multiple of 16 on each of parallel.tensor = 4", world=4, parallel__tensor=4, **FP8),
     broken("data.sequence_length", "nearest is 2000", data__sequence_length=2001, **FP8),
+    broken("model.ffn_size", "must be a multiple of 32", **FP8 | {"precision__fp8": "mxfp8"}),
 ]
 
 

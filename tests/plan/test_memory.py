@@ -167,6 +167,8 @@ def test_bytes_of_the_state_by_hand() -> None:
     fp8 = big()
     fp8.precision.fp8 = "current"
     assert memory(fp8, 1).weights - one.weights == 2 * (402_653_184 + 811_597_824)
+    fp8.precision.fp8 = "nvfp4"  # 4 bits, and 8 of scale for 16 elements
+    assert memory(fp8, 1).weights - one.weights == 2 * (402_653_184 + 811_597_824) * 9 // 16
 
 
 def test_layouts_move_memory_where_they_should() -> None:

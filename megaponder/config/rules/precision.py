@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from megaponder.config.rules.case import Case, Rule, nearest_multiple, require
 
-FP8_ALIGNMENT = 16
-"""Both sides of an FP8 GEMM are multiples of this."""
+CAPABILITY = {"delayed": (8, 9), "current": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), "nvfp4": (10, 0)}
+"""Oldest compute capability that each recipe runs on."""
+_ARCHITECTURES = {(8, 9): "Ada", (9, 0): "Hopper", (10, 0): "Blackwell"}
+
+
+def fp8_alignment(recipe: str) -> int:
+    """Both sides of a GEMM in this recipe are multiples of this: blocks of MXFP8 have 32 elements."""
+    return 32 if recipe == "mxfp8" else 16
 
 
 def graphs_exclude_overlap(c: Case) -> None:
@@ -50,22 +56,34 @@ def fp8_needs_bf16(c: Case) -> None:
 
 
 def fp8_sizes_are_aligned(c: Case) -> None:
-    """Every matrix that a rank multiplies has sides that are multiples of 16."""
-    m, tp = c.cfg.model, c.cfg.parallel.tensor
+    """Every matrix that a rank multiplies has sides that are multiples of `fp8_alignment`."""
+    m, tp, each = c.cfg.model, c.cfg.parallel.tensor, fp8_alignment(c.cfg.precision.fp8)
     if c.cfg.precision.fp8 == "none":
         return
     assert m.hidden_size and m.ffn_size
-    unit = FP8_ALIGNMENT * tp
+    unit = each * tp
     for name, size in (("hidden_size", m.hidden_size), ("ffn_size", m.ffn_size)):
-        rule = f"for fp8 it must be a multiple of {FP8_ALIGNMENT} on each of parallel.tensor = {tp} ranks"
+        rule = f"for fp8 it must be a multiple of {each} on each of parallel.tensor = {tp} ranks"
         require(size % unit == 0, f"model.{name}", size, rule, f"the nearest is {nearest_multiple(size, unit)}")
     rule = f"for fp8 all {m.num_heads} heads together must be a multiple of {unit} wide"
-    require(m.query_width % unit == 0, "model.head_size", m.head_size, rule, f"for example {FP8_ALIGNMENT * tp}")
+    require(m.query_width % unit == 0, "model.head_size", m.head_size, rule, f"for example {unit}")
     length, batch = c.cfg.data.sequence_length, c.cfg.train.micro_batch
     share = tp if c.cfg.parallel.sequence else 1
-    rule = f"for fp8 the {length} x {batch} rows of a micro-batch must be a multiple of {FP8_ALIGNMENT * share}"
-    fix = f"the nearest is {nearest_multiple(length, FP8_ALIGNMENT * share)}"
-    require(length * batch % (FP8_ALIGNMENT * share) == 0, "data.sequence_length", length, rule, fix)
+    rule = f"for fp8 the {length} x {batch} rows of a micro-batch must be a multiple of {each * share}"
+    fix = f"the nearest is {nearest_multiple(length, each * share)}"
+    require(length * batch % (each * share) == 0, "data.sequence_length", length, rule, fix)
+
+
+def _gpu_runs(recipe: str, has: tuple[int, int]) -> None:
+    """The GPU is new enough for the recipe; the nearest one is the newest that it runs."""
+    needs = CAPABILITY[recipe]
+    runs = [name for name, capability in CAPABILITY.items() if capability <= has]
+    fix = f"the nearest is {runs[-1]}" if runs else "use none"
+    found = f"and the GPU has {has[0]}.{has[1]}"
+    rule = f"{recipe} needs compute capability {needs[0]}.{needs[1]} ({_ARCHITECTURES[needs]}) or newer, {found}"
+    require(has >= needs, "precision.fp8", recipe, rule, fix)
+    rule = f"Transformer Engine has no kernels of it from compute capability 12.0 on, {found}"
+    require(recipe != "mxfp8" or has < (12, 0), "precision.fp8", recipe, rule, "the nearest is current")
 
 
 def machine_has_the_kernels(c: Case) -> None:
@@ -78,13 +96,7 @@ def machine_has_the_kernels(c: Case) -> None:
     require(te or p.implementation != "te", "precision.implementation", p.implementation, rule, "use auto or local")
     if p.fp8 != "none":
         require(te, "precision.fp8", p.fp8, rule, "use none, or install megaponder[gpu] on a machine with a GPU")
-        capability = here.capability or (0, 0)
-        has = f"and the GPU has {capability[0]}.{capability[1]}"
-        rule = f"it needs compute capability 8.9 (Ada) or newer, {has}"
-        require(capability >= (8, 9), "precision.fp8", p.fp8, rule, "use none")
-        rule = f"blockwise scaling needs compute capability 9.0 (Hopper) or newer, {has}"
-        ok = p.fp8 != "blockwise" or capability >= (9, 0)
-        require(ok, "precision.fp8", p.fp8, rule, "the nearest is current")
+        _gpu_runs(p.fp8, here.capability or (0, 0))
     rule = "a GPU is missing here"
     require(
         p.cuda_graphs is not True or here.device == "cuda", "precision.cuda_graphs", True, rule, "use auto or false"
@@ -100,6 +112,6 @@ RULES: tuple[Rule, ...] = (
     fused_gradients_are_aligned,
     fp8_edges_leave_layers,
     fp8_needs_bf16,
-    fp8_sizes_are_aligned,
     machine_has_the_kernels,
+    fp8_sizes_are_aligned,
 )
