@@ -140,6 +140,110 @@ def losses(engine: Any, ids: Tensor, counts: Tensor, rows: int) -> Tensor:
     found = []
     for some, of in zip(ids.split(rows), counts.split(rows), strict=True):
         read = micro_batch(some, of)
+        found.append((engine.token_losses(read)[1][-1].t().cpu() * read.loss_mask_bn.cpu()).float())
+    return torch.cat(found)
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+def corpus_bytes(corpus: Path, size: Size) -> tuple[Tensor, Tensor]:
+    """(Training text [bytes], held-out texts [b, longest + 1]); documents are joined by a 0."""
+    kept, held = 0, []
+    train: list[bytes] = []
+    for path in texts.inputs(corpus, "train"):
+        for document in texts.documents(path):
+            if kept < size.bytes:
+                train.append(document["text"].encode() + b"\0")
+                kept += len(train[-1])
+    for path in texts.inputs(corpus, "heldout"):
+        for document in texts.documents(path):
+            if len(text := document["text"].encode()) > size.longest and len(held) < size.read:
+                held.append(torch.frombuffer(bytearray(text[: size.longest + 1]), dtype=torch.uint8))
+    if not held:
+        raise UserError(f"--corpus {corpus}: none of its held-out texts has more than {size.longest} bytes.")
+    return torch.frombuffer(bytearray(b"".join(train)), dtype=torch.uint8), torch.stack(held).long()
+
+
+def crops(text: Tensor, device: str) -> Batch:
+    """Pieces of a text at random places."""
+    draw, text = torch.Generator().manual_seed(1), text.to(device)
+
+    def batch(b: int, n: int) -> tuple[Tensor, Tensor]:
+        begin = torch.randint(0, len(text) - n - 1, (b, 1), generator=draw).to(device)
+        ids = text[begin + torch.arange(n + 1, device=device)].long()
+        return ids, torch.ones_like(ids)
+
+    return batch
+
+
+def perplexities(found: Tensor, size: Size) -> dict[int, float]:
+    """Length -> perplexity per byte of all targets up to it, for 1, 2, 4 ... windows."""
+    lengths = [size.window << i for i in range(20) if size.window << i <= size.longest]
+    return {n: float(found[:, :n].double().mean().exp()) for n in lengths}
+
+
+def last_window(found: Tensor, size: Size) -> float:
+    """Of the last of all windows."""
+    return float(found[:, -size.window :].double().mean().exp())
+
+
+def moving_window(engine: Any, ids: Tensor, size: Size) -> Tensor:
+    """Losses of a plain model that reads windows, each of which begins half a window after the last."""
+    half, b = size.window // 2, len(ids)
+    windows = ids.unfold(1, size.window + 1, half)  # [b, windows, W + 1]
+    found = losses(engine, windows.flatten(0, 1), torch.ones_like(windows).flatten(0, 1), 64).view(b, -1, size.window)
+    return torch.cat([found[:, 0, :half], found[:, :, half:].flatten(1)], 1)
+
+
+# --- facts ------------------------------------------------------------------------------------------------------------
+def facts(device: str, seed: int = 2) -> Batch:
+    """Texts of noise with pairs (key, value) in the first half and the keys again in the second, where values count."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def batch(b: int, n: int) -> tuple[Tensor, Tensor]:
+        asked = max(FACTS, n // 16)
+        ids = torch.randint(NOISE, 2 * NOISE, (b, n + 1), generator=draw)
+        counts = torch.zeros_like(ids)
+        keys = torch.rand(b, SYMBOLS, generator=draw).argsort(1)[:, :FACTS]
+        values = torch.randint(SYMBOLS, 2 * SYMBOLS, (b, FACTS), generator=draw)
+        told = 2 * torch.rand(b, n // 4, generator=draw).argsort(1)[:, :FACTS]  # even places of the first half
+        again = n // 2 + 2 * torch.rand(b, n // 4, generator=draw).argsort(1)[:, : min(asked, n // 4)]
+        which = torch.randint(0, FACTS, again.shape, generator=draw)
+        for at, key, value in ((told, keys, values), (again, keys.gather(1, which), values.gather(1, which))):
+            ids.scatter_(1, at, key)
+            ids.scatter_(1, at + 1, value)
+        counts.scatter_(1, again + 1, 1)
+        return ids.to(device), counts.to(device)
+
+    return batch
+
+
+def right(engine: Any, batch: Batch, texts_of: int, n: int) -> float:
+    """Share of right answers at that length."""
+    hits = total = 0
+    for _ in range(texts_of):
+        ids, counts = batch(1, n)
+        answers = engine.logits(ids[:, :-1])[..., : 2 * NOISE].argmax(-1)
+        asked = counts[:, 1:].bool()
+        hits += int((answers == ids[:, 1:])[asked].sum())
+        total += int(asked.sum())
+    return hits / total
+
+
+def run(size: Size, longest: int, batch: Batch, cuda: bool, look: Callable[[Road, Any], dict[str, Any]]) -> list[Any]:
+    """Train the windows, then each road from their weights; what `look` sees of each."""
+    windows = Road("windows", {}, size.window)
+    say(f"  windows of {size.window}")
+    cfg, engine = engine_of(size, windows, longest, cuda)
+    spent = train(engine, cfg, batch, size.steps, size, falls=False)
+    start = {name: value.detach().clone() for name, value in engine.stage.named_parameters()}
+    found = []
+    for road in roads(size, longest):
+        say(f"  {road.name}, texts of {road.length}")
+        cfg, engine = engine_of(size, road, longest, cuda)
+        with torch.no_grad():
+            for name, value in engine.stage.named_parameters():
+                value.copy_(start[name])
+        seconds = train(engine, cfg, batch, size.steps // 2, size, falls=True)
         told = {"road": road.name, "length": road.length, "seconds": seconds, "before": spent}
         found.append(told | look(road, engine))
         say(f"    {found[-1]}")
