@@ -5,6 +5,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
 OLDEST := $(VENV)/oldest-transformers
+NEWEST := $(VENV)-newest
+# What runs with the newest of everything: all that touches megatron-core.
+ON_NEWEST := tests/layouts tests/engine tests/backbone tests/checkpoint tests/training tests/test_old_files.py tests/docs/test_megatron.py
 DEMO ?= demo-run
 # What runs with the newest and with the oldest transformers.
 BOTH := tests/export/test_transformers.py tests/export/test_round_trip.py tests/export/test_defaults.py
@@ -22,10 +25,10 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.ma
 # PyTorch and megatron-core anew, for 20 seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint format docs env clean help
+.PHONY: demo test test-newest lint format docs env clean help
 
 help: ## Show this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "make %-8s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "make %-11s %s\n", $$1, $$2}'
 
 demo: env ## Train, resume, export and sample a small pondering model on the CPU; result in demo-run/
 	$(BIN)/megaponder demo --out $(DEMO)
@@ -33,6 +36,15 @@ demo: env ## Train, resume, export and sample a small pondering model on the CPU
 test: lint $(OLDEST) ## Lint, then all tests, in three processes (make test JOBS=8 takes more)
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest --quiet --numprocesses 2 $(BOTH)
+
+# Without constraints.txt: whatever the registry has today.
+test-newest: ## What touches megatron-core, with the newest packages (make test-newest PYTHON=python3.12)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || { \
+	  echo "The newest megatron-core needs Python 3.12: run make test-newest PYTHON=python3.12." >&2; exit 1; }
+	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --no-compile --upgrade --editable '.[export,parquet]' pytest pytest-xdist hypothesis
+	$(NEWEST)/bin/python -m pip list | grep -E '^(torch|megatron-core|numpy|transformers) '
+	$(NEWEST)/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(ON_NEWEST) $(PYTEST_ARGS)
 
 lint: env ## ruff, mypy, codespell, shellcheck, hadolint
 	$(BIN)/ruff check .
@@ -69,5 +81,5 @@ $(OLDEST): | $(STAMP)
 	mv $@.partial $@
 
 clean: ## Remove the environment, caches and the demo's folder
-	rm -rf $(VENV) $(DEMO) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) $(DEMO) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import version
 
 import pytest
+from packaging.requirements import Requirement
 
 from megaponder.engine import cuda_on_cpu
 from tests.docs import foreign
+from tests.test_repository import project
 
 TEXT = (foreign.ROOT / "docs" / "megatron.md").read_text()
+PINS = (foreign.ROOT / "constraints.txt").read_text().splitlines()
 cuda_on_cpu.install()
 
 
@@ -22,6 +26,15 @@ def table(heading: str) -> list[list[str]]:
 
 def names(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
+
+
+def test_the_range_of_versions_is_that_of_the_project() -> None:
+    (required,) = (name for name in project()["dependencies"] if name.startswith("megatron-core"))
+    assert f"`{required}`" in TEXT
+    _, oldest, newest = next(row for row in table("Versions") if row[0] == "megatron-core")
+    allowed = Requirement(required).specifier
+    assert oldest in allowed and newest in allowed and f"megatron-core=={oldest}" in PINS
+    assert version("megatron-core") in allowed
 
 
 def test_imports_are_those_of_the_package() -> None:
