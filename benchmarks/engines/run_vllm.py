@@ -1,6 +1,7 @@
 """vLLM on a CPU: python run_vllm.py FOLDER PROMPTS.json OUT.npz, by the Python of vLLM's own environment.
 
-Environment: MEGAPONDER_TP, the tensor-parallel size (1).
+Environment: MEGAPONDER_TP, the tensor-parallel size (1); MEGAPONDER_MODEL_IMPL, whose model class runs (auto: the
+plugin's or vLLM's own; transformers: that of its transformers backend).
 """
 
 import json
@@ -31,6 +32,7 @@ def main(folder: str, given: str, out: str) -> None:
         max_logprobs=4096,
         enable_prefix_caching=False,
         tensor_parallel_size=RANKS,
+        model_impl=os.environ.get("MEGAPONDER_MODEL_IMPL", "auto"),
         max_num_batched_tokens=256,
     )
     how = SamplingParams(

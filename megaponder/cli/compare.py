@@ -35,7 +35,12 @@ def run(args: argparse.Namespace) -> int:
     out = Path(args.out)
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: a file has this name; name a folder.")
-    found = [results.read_run(path) for path in dict.fromkeys(Path(name) for name in args.runs)]
+    paths = list(dict.fromkeys(Path(name) for name in args.runs))
+    if len(missing := [str(path) for path in paths if not path.is_dir()]) > 1:
+        raise UserError(f"{', '.join(missing)}: there are no such run folders.")
+    for path in missing:  # whatever is wrong with the others; it says which run may be meant
+        results.read_run(Path(path))
+    found = [results.read_run(path) for path in paths]
     found, said = results.of_one_text(found)
     groups = results.grouped(found, differences.labels(found))
     warnings, notes = differences.warnings(groups), said + results.notes_of(groups)
@@ -45,6 +50,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"warning: besides the method, {sentence}")
     for note in notes:
         print(note)
-    paths = page.write(out, "Comparison of runs", groups, warnings, notes)
-    print(f"{paths[-1]}: open it in a browser; figure in {out / 'compare.png'}.")
+    written = page.write(out, "Comparison of runs", groups, warnings, notes)
+    print(f"{written[-1]}: open it in a browser; figure in {out / 'compare.png'}.")
     return 0

@@ -46,9 +46,10 @@ def add_parser(commands: Commands) -> None:
         "--refit-tokens", type=int, default=16384, metavar="N", help="tokens of it that are read (default 16384)"
     )
     parser.add_argument(
-        "--target", choices=("unrolled", "nanbeige", "ouro", "huginn_raven"),
+        "--target", choices=("unrolled", "nanbeige", "ouro", "huginn_raven", "vllm"),
         help="for engines that run no code from the folder: a copy of the layers for each pass (unrolled), or the "
-        "format of the public Nanbeige, Ouro or Huginn models (docs/serving.md, docs/looped.md)",
+        "format of the public Nanbeige, Ouro or Huginn models (docs/serving.md, docs/looped.md); vllm: the usual "
+        "folder, with a second head where passes read it, as vLLM's transformers backend needs it",
     )  # fmt: skip
     parser.add_argument("--chat-template", metavar="FILE", help="Jinja file; default: that of the tokenizer's folder")
     parser.add_argument("--license", metavar="NAME", help="licence of the weights, for the model card, as apache-2.0")

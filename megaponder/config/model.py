@@ -25,6 +25,21 @@ SCALINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 """rope_type of a rotary scaling -> its values, under transformers' names: those it must have, and those it may have."""
 
 
+def short_reach(m: ModelConfig) -> str:
+    """A sentence if YaRN, as it is set, ends before the last position; empty otherwise."""
+    scaling, longest = m.rotary_scaling or {}, m.max_positions or 0
+    if scaling.get("rope_type") != "yarn":
+        return ""
+    factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
+    if factor * original >= longest:
+        return ""
+    return (
+        f"model.rotary_scaling: YaRN with factor {factor:g} stretches {original:,} positions to "
+        f"{factor * original:,.0f}, fewer than model.max_positions = {longest:,}; factor {longest / original:g} "
+        "reaches them."
+    )
+
+
 def feature(**said: Any) -> Any:
     """A field that the family fills in; with another value, weights would mean something else unless it says so."""
     return declare(None, **{"feature": True, "resume": "refused"} | said)
@@ -61,7 +76,7 @@ class ModelConfig:
 
     norm: Literal["layernorm", "rmsnorm"] | None = feature(aliases=("normalization",))
     """Kind of every norm: LayerNorm (with bias) or RMSNorm."""
-    norm_eps: float | None = feature(gt=0, resume="warned", load="warned", aliases=("rms_norm_eps",))
+    norm_eps: float | None = feature(gt=0, le=1, resume="warned", load="warned", aliases=("rms_norm_eps",))
     """Epsilon of the norms."""
     norm_affine: bool | None = feature(aliases=("layer_norm_elementwise_affine",))
     """Norms learn a weight (and LayerNorm a bias); false: these stay 1 and 0."""

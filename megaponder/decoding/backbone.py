@@ -151,7 +151,8 @@ class Attention(nn.Module):
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         if tables is not None:  # as one tensor: where rows are few, the number of operations is what takes time
-            q, k = rotate(torch.cat([q, k], dim=1), tables, self.adjacent).split([self.heads, self.groups], dim=1)
+            turned = rotate(torch.cat([q, k], dim=1), tables, self.adjacent)
+            q, k = turned.split([q.shape[1], k.shape[1]], dim=1)  # an engine's rank has some of the heads
         if self.qk_norm == "rotated":
             q, k = unit(q), unit(k)
         made: tuple[Tensor, ...] = ()
@@ -264,8 +265,9 @@ class Layer(nn.Module):
 class Backbone(nn.Module):
     """Embedding, layer stack and final norm; methods decide how they are combined."""
 
-    def __init__(self, config: MegaponderConfig):
-        super().__init__()
+    def __init__(self, config: MegaponderConfig, *given: Any):
+        """`given`: what a further base class wants."""
+        super().__init__(*given)
         self.config = config
         self.gradient_checkpointing = False
         self.states: list[Tensor] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 try:
     from transformers.configuration_utils import PreTrainedConfig
@@ -46,6 +46,7 @@ class MegaponderConfig(PreTrainedConfig):
 
     model_type = "megaponder"
     keys_to_ignore_at_inference = ("cache", "past_key_values")
+    attribute_map: ClassVar[dict[str, str]] = {"head_dim": "head_size"}  # what paged caches and engines ask for
 
     def __init__(
         self,

@@ -99,4 +99,5 @@ class DecodingMethod:
         if 0 < topk < logits.shape[-1]:
             least = logits.topk(topk, dim=-1).values[..., -1:]
             logits = logits.masked_fill(logits < least, float("-inf"))
-        return (logits.softmax(-1).to(h.dtype) @ model.model.embed_tokens.weight) * self.config.embedding_scale
+        table = model.model.embed_tokens.weight[: logits.shape[-1]]  # an engine may have padded it
+        return (logits.softmax(-1).to(h.dtype) @ table) * self.config.embedding_scale

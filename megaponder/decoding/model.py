@@ -27,6 +27,13 @@ logger = logging.get_logger(__name__)
 CACHE_FIELD = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
+def _no_such_cache(kind: str) -> ValueError:
+    return ValueError(
+        f"cache_implementation = {kind!r}: no such cache has entries for passes and rows that a token skips; leave it "
+        "out"
+    )
+
+
 @dataclass
 class PonderOutput(CausalLMOutputWithPast):
     """Logits, loss and cache as everywhere; `depths` [b, n] on request."""
@@ -45,6 +52,7 @@ class PonderForCausalLM(PreTrainedModel, GenerationMixin):
     _supports_sdpa = _supports_cache_class = True  # the latter is read by early releases
     _no_split_modules: ClassVar[list[str]] = ["Layer"]
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = ["^second_head[.]"]  # that of `headless`
 
     def __init__(self, config: MegaponderConfig):
         super().__init__(config)
@@ -77,13 +85,17 @@ class PonderForCausalLM(PreTrainedModel, GenerationMixin):
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # `generate` would size its cache by layers; forward makes one of passes x layers
 
+    def _prepare_generation_config(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+        # "hybrid" never reaches the method below: transformers takes it for a default that it has given up
+        kind = kwargs.get("cache_implementation") or getattr(generation_config, "cache_implementation", None)
+        if kind == "hybrid":
+            raise _no_such_cache(kind)
+        return super()._prepare_generation_config(generation_config, *args, **kwargs)
+
     def _prepare_cache_for_generation(self, generation_config: Any, given: Any, *args: Any, **kwargs: Any) -> None:
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic"):
-            raise ValueError(
-                f"cache_implementation = {kind!r}: no such cache has entries for passes and rows that a token skips; "
-                "leave it out"
-            )
+            raise _no_such_cache(kind)
         super()._prepare_cache_for_generation(generation_config, given, *args, **kwargs)
         if generation_config.use_cache is not False and given.get(CACHE_FIELD) is None:
             given[CACHE_FIELD] = new_cache(self.freqkv, self.config.num_hidden_layers)

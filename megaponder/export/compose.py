@@ -34,15 +34,17 @@ _ENTRY = '''"""A pondering language model for `transformers`, loaded with `trust
     method          base of a method's decoding form
     {module:15} that of {method}
     model           the model with its head, `forward` and `generate`
+    headless        the model without it, for engines
 """
 
 from __future__ import annotations
 
 from .configuration import MegaponderConfig
+from .headless import PonderModel
 from .{module} import {cls}
 from .model import PonderForCausalLM
 {all}
-__all__ = ["MegaponderConfig", "MegaponderForCausalLM"]
+__all__ = ["MegaponderConfig", "MegaponderForCausalLM", "MegaponderModel"]
 
 
 class MegaponderForCausalLM(PonderForCausalLM):
@@ -50,13 +52,23 @@ class MegaponderForCausalLM(PonderForCausalLM):
 
     decoding = {cls}
     _auto_class = "AutoModelForCausalLM"  # save_pretrained writes this code as well
+
+
+class MegaponderModel(PonderModel):
+    """The same without its head, for engines that keep keys and values themselves."""
+
+    decoding = {cls}
 '''
 
 
 def files(method: str) -> dict[str, str]:
     """Names and texts of the modelling files of an export with this method."""
     form = decoding_class(method)
-    names = {form.__module__: f"method_{method}", "megaponder.decoding.model": "model"}
+    names = {
+        form.__module__: f"method_{method}",
+        "megaponder.decoding.model": "model",
+        "megaponder.decoding.headless": "headless",
+    }
     out: dict[str, str] = {}
     left = list(names)
     while left:

@@ -113,6 +113,7 @@ def ponder_config(cfg: RunConfig, dtype: str, eos: int | None) -> dict[str, Any]
         "architectures": ["MegaponderForCausalLM"],
         "auto_map": {
             "AutoConfig": f"{compose.CONFIGURATION}.MegaponderConfig",
+            "AutoModel": f"{compose.ENTRY}.MegaponderModel",
             "AutoModelForCausalLM": f"{compose.ENTRY}.MegaponderForCausalLM",
         },
         "method": cfg.ponder.method,

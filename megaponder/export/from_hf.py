@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from megaponder.config.load import dump
+from megaponder.config.model import short_reach
 from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError
-from megaponder.export import folder, kept, layers, looped, names, native, reference
+from megaponder.export import folder, kept, layers, looped, names, native, reference, targets
 from megaponder.export.formats import FORMATS
 from megaponder.export.import_config import run_config, start_config
 from megaponder.export.public_code import UNUSED, kind_of
@@ -31,6 +32,8 @@ class Imported:
     """PonderLM or PonderLM-2: the public code that saved the folder."""
     kept: str = ""
     """Which layers were kept, and of how many; empty: all."""
+    notes: tuple[str, ...] = ()
+    """What the user should know of the folder."""
 
     def __str__(self) -> str:
         model, ponder = self.config.model, self.config.ponder
@@ -43,6 +46,7 @@ class Imported:
             f"{f' ({options})' if options else ''}.\n"
             f"Logits equal {theirs}: largest difference {self.max_difference:.1e} of the largest logit"
             f"{f' with all layers; {self.kept} are kept' if self.kept else ''}.\n"
+            f"{''.join(f'{note}{chr(10)}' for note in self.notes)}"
             f"Train from it: megaponder train {self.checkpoint.parents[1] / 'config.yaml'} --data.train DATA "
             "--train.tokens N"
         )
@@ -75,7 +79,8 @@ def import_hf(
     source, out = Path(source), Path(out)
     refuse_taken(out / "checkpoints", force)  # before minutes of loading
     hf = folder.read_config(source)
-    cfg, aside = run_config(hf, source, out, frozenset(ignore or ()), method), kept.read(hf, source)
+    cfg = run_config(hf, source, out, frozenset(ignore or ()), method)
+    aside, lost = kept.read(hf, source, int(cfg.model.vocab_size or 0))
     numbers = None if only is None else layers.chosen(only, cfg)
     tensors = folder.read_weights(source)
     if bad := sorted(name for name, t in tensors.items() if t.is_floating_point() and not t.isfinite().all()):
@@ -86,7 +91,7 @@ def import_hf(
     prompts, code = reference.prompts(cfg), kind_of(hf)
     # transformers' class would run a public folder without its passes
     model = None if code else load_folder(source, trust_remote_code=trust_remote_code)
-    plain = to_plain(hf, tensors, cfg)
+    plain = to_plain(hf, tensors, cfg, source)
     del tensors
     model = model or build_model(cfg, plain)  # either of them says which weights do not fit
     count = sum(t.numel() for t in plain.values())
@@ -108,11 +113,12 @@ def import_hf(
             checkpoint = save_weights(out / "checkpoints", cfg, engine.stage, force=force)
     kept.keep(aside, out)
     dump(start_config(cfg, out), out / "config.yaml")
-    return Imported(checkpoint, cfg, count, worst, code, of_layers)
+    notes = tuple(note for note in (lost, short_reach(cfg.model)) if note)
+    return Imported(checkpoint, cfg, count, worst, code, of_layers, notes)
 
 
-def to_plain(hf: dict[str, Any], tensors: names.Tensors, cfg: RunConfig) -> names.Tensors:
-    """Plain tensors of any folder that `run_config` accepts, in FP32."""
+def to_plain(hf: dict[str, Any], tensors: names.Tensors, cfg: RunConfig, source: Path) -> names.Tensors:
+    """Plain tensors of any folder `source` that `run_config` accepts, in FP32."""
     model = cfg.model
     assert model.num_heads is not None
     kind = hf["model_type"]
@@ -122,13 +128,15 @@ def to_plain(hf: dict[str, Any], tensors: names.Tensors, cfg: RunConfig) -> name
     if kind in looped.KINDS:
         plain = looped.to_plain(kind, tensors, cfg)
     else:
-        plain = tensors if form is None else native.from_native(tensors, form, model.num_heads)
+        plain = (
+            targets.without_second_head(tensors) if form is None else native.from_native(tensors, form, model.num_heads)
+        )
     if model.tie_embeddings:
         head = plain.get("lm_head.weight")
         if head is not None and not head.equal(plain.get("model.embed_tokens.weight", head)):
             raise UserError(
-                "tie_word_embeddings is true, but the weights of the head differ from those of the embedding; set it "
-                "to false in a copy of config.json."
+                f"{source}: tie_word_embeddings is true, but the weights of the head differ from those of the "
+                "embedding; set it to false in a copy of config.json."
             )
         plain = {name: tensor for name, tensor in plain.items() if name != "lm_head.weight"}
     return {name: tensor.float() for name, tensor in plain.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from megaponder.config.model import SCALINGS
 from megaponder.config.schema import ModelConfig
 from megaponder.errors import UserError
+from megaponder.export import kept
 from megaponder.export.formats import FORMATS, Coded, Format
 from megaponder.export.public_code import FIELDS, kind_of
 
@@ -45,6 +47,15 @@ def refuse_ignored(hf: dict[str, Any], ignore: frozenset[str], where: str) -> No
             f"{where}: --ignore {name}: only fields that are known to be without effect may be ignored, which this is "
             "not; if you know that it has no effect, delete it in a copy of the folder."
         )
+
+
+def refuse_bad_ids(hf: dict[str, Any], where: str) -> None:
+    """UserError for an id that is no id: transformers' own sentence about it does not name the file."""
+    for name in kept.ENDS:
+        value = hf.get(name)
+        listed = isinstance(value, list) and name == "eos_token_id" and all(type(part) is int for part in value)
+        if value is not None and type(value) is not int and not listed:
+            raise UserError(f"{where}: {name} = {value!r}: it must be the id of a token, or null.")
 
 
 def model_config(hf: dict[str, Any], where: str, form: Format | None = None) -> ModelConfig:
@@ -170,7 +181,10 @@ def _rope(hf: dict[str, Any], form: Format, where: str) -> tuple[dict[str, Any],
             rope = {key: value for key, value in rope.items() if value is not None}
         _take_rotary(rope, f"{name}.", hf, form, where, found)
         if rope:
-            raise UserError(f"{where}: {name} has {min(rope)}, which is unknown, so its effect would be lost.")
+            legal = ["rope_type", *ROTARY, *(key for keys in SCALINGS.get(kind, ()) for key in keys)]
+            near = difflib.get_close_matches(min(rope), legal, 1)
+            meant = f"; did you mean {near[0]}" if near else ""
+            raise UserError(f"{where}: {name} has {min(rope)}, which is unknown, so its effect would be lost{meant}.")
     repeated = {name: hf.pop(name) for name in ROTARY if name in hf and name not in form.taken and form.rotary}
     _take_rotary(repeated, "", hf, form, where, found)
     return found, scaling

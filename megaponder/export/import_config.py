@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from megaponder.errors import ConfigError, UserError
 from megaponder.export import looped
 from megaponder.export.configs import PONDER_FIELDS
 from megaponder.export.folder import has_tokenizer
-from megaponder.export.hf_fields import model_config, refuse_ignored
+from megaponder.export.formats import FORMATS
+from megaponder.export.hf_fields import model_config, refuse_bad_ids, refuse_ignored
 from megaponder.export.public_code import pondering
 from megaponder.ponder.settings import check_shape
 
@@ -33,8 +35,24 @@ def run_config(
         cfg = _run_config(dict(hf), source, out, ignore, where, method)
         check_shape(cfg)
     except ConfigError as error:
-        raise UserError(f"{where}: {error}") from None
+        raise UserError(f"{where}: {_in_their_words(str(error), hf)}") from None
     return cfg
+
+
+def _in_their_words(sentence: str, hf: dict[str, Any]) -> str:
+    """A sentence about the model section, with the names that the folder's config.json has for its fields."""
+    kind = str(hf.get("model_type"))
+    form = looped.KINDS.get(kind) or FORMATS.get(kind)
+    names = (
+        {ours: theirs for theirs, ours in form.taken.items()}
+        if form
+        else PONDER_FIELDS | {"embedding_scale": "embedding_scale"}
+    )
+    if form:
+        names |= {code.ours[0]: theirs for theirs, code in form.coded.items() if len(code.ours) == 1}
+        rope = next((name for name in ("rope_parameters", "rope_scaling") if hf.get(name)), "rope_scaling")
+        names |= {"rotary_scaling": rope, "attention_window": "sliding_window"}
+    return re.sub(r"\bmodel\.(\w+)", lambda found: names.get(found[1], found[0]), sentence)
 
 
 def start_config(cfg: RunConfig, out: Path) -> RunConfig:
@@ -63,6 +81,7 @@ def _run_config(
     if not isinstance(hf.get("model_type", ""), str):
         raise UserError(f"{where}: model_type = {hf['model_type']!r}: it must be a string.")
     refuse_ignored(hf, ignore, where)
+    refuse_bad_ids(hf, where)
     ponder, public = PonderConfig(), pondering(hf, method, where)
     mask = _loss_mask(hf, public is not None)
     if hf.get("model_type") == "megaponder":

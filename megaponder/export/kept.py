@@ -30,12 +30,28 @@ class Kept:
     """That of its weights, as its config.json says."""
 
 
-def read(hf: dict[str, Any], source: Path) -> dict[str, dict[str, Any]]:
+def read(hf: dict[str, Any], source: Path, vocabulary: int) -> tuple[dict[str, dict[str, Any]], str]:
     """What to keep, by the names that it has in a run folder: config.json, which is `hf`, and generation_config.json if
-    the folder has one; UserError if that cannot be read."""
+    the folder has one; and a sentence about ids that are left out, since no token of the vocabulary has them.
+
+    UserError if a file cannot be read.
+    """
     path = source / "generation_config.json"
     there = path.exists() or path.is_symlink()
-    return {CONFIG: hf} | ({GENERATION: read_json(source, path.name)} if there else {})
+    found = {CONFIG: dict(hf)} | ({GENERATION: read_json(source, path.name)} if there else {})
+    lost: dict[str, None] = {}
+    for fields in found.values():
+        for name in ENDS:
+            value = fields.get(name)
+            ids: list[Any] = value if isinstance(value, list) else [value]
+            beyond = [i for i in ids if type(i) is int and not 0 <= i < vocabulary]
+            if beyond:
+                left = [i for i in ids if i not in beyond]
+                fields[name] = left if len(left) > 1 else left[0] if left else None
+                lost |= {f"{name} = {i}": None for i in beyond}
+    if not lost:
+        return found, ""
+    return found, f"Left out, since the vocabulary has {vocabulary:,} tokens: {', '.join(lost)}."
 
 
 def keep(found: dict[str, dict[str, Any]], run: Path) -> None:

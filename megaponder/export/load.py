@@ -11,6 +11,7 @@ from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError, first_line
 from megaponder.export import code, configs, folder, looped, names, native
 from megaponder.export.formats import FORMATS
+from megaponder.export.hf_fields import refuse_bad_ids
 from megaponder.export.import_config import run_config
 from megaponder.export.public_code import kind_of, ponders
 from megaponder.ponder.registry import methods
@@ -62,6 +63,7 @@ def _load(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any,
     fields = folder.read_config(path)
     if fields.get("model_type") in looped.KINDS:
         return _looped(path, fields, dtype), {}
+    refuse_bad_ids(fields, str(path / "config.json"))
     cls = _class(path, fields, trust_remote_code)
     tensors = folder.read_weights(path)
     if "auto_map" not in fields:

@@ -1,16 +1,19 @@
-"""What a checkpoint becomes for engines that know nothing of pondering: `export --target unrolled` and `nanbeige`.
+"""What a checkpoint becomes for other engines: `export --target unrolled`, `nanbeige` and `vllm`.
 
     unrolled    a plain model with a copy of the layers for each pass; every engine that runs the backbone's format
     nanbeige    the layers once, and `num_loops`; the Llama-like format of Nanbeige, which some engines run in loops
+    vllm        the usual folder with its modelling code, and where passes read the head, a second copy of that: what
+                vLLM's transformers backend builds has none
 
-Both are exact where a method does nothing between its passes but run the same layers again.  Methods of public looped
-models (`nanbeige` among them) have targets of their own: `looped`.
+The first two are exact where a method does nothing between its passes but run the same layers again.  Methods of public
+looped models (`nanbeige` among them) have targets of their own: `looped`.
 """
 
 from __future__ import annotations
 
 import copy
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from megaponder.config.schema import PonderConfig, RunConfig
@@ -20,9 +23,11 @@ from megaponder.export.formats import FORMATS
 from megaponder.export.names import Tensors
 from megaponder.ponder.settings import method_of
 
-TARGETS = ("unrolled", *looped.KINDS)
-NANBEIGE = "nanbeige"
-"""The target, and the model_type."""
+NANBEIGE, VLLM = "nanbeige", "vllm"
+"""Targets; the first is a model_type as well."""
+TARGETS = ("unrolled", VLLM, *looped.KINDS)
+SECOND = "second_head.weight"
+"""The copy of the head in a folder for vLLM."""
 _TABLE, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
@@ -34,6 +39,12 @@ def check(cfg: RunConfig, target: str) -> None:
     if public(cfg, target):
         if lost := looped.refusal(cfg, target):
             raise UserError(f"--target {target}: {lost}; leave --target out.")
+        return
+    if target == VLLM:
+        if configs.native_format(cfg)[0] is not None:
+            raise UserError("--target vllm: vLLM runs this model's own format; leave --target out.")
+        if lost := _for_engines(cfg).lost:
+            raise UserError(f"--target vllm: {lost}; leave --target out for a folder that transformers runs.")
         return
     if not passes(cfg):
         form = compose.decoding_class(cfg.ponder.method)
@@ -49,6 +60,40 @@ def check(cfg: RunConfig, target: str) -> None:
         lost = configs.native_format(_plain(cfg))[1]
     if lost:
         raise UserError(f"--target {target}: no such format has {lost}; leave --target out.")
+
+
+@dataclass(frozen=True)
+class _ForEngines:
+    lost: str
+    """Why an engine that keeps keys and values itself cannot run the model; empty if it can."""
+    second_head: bool
+    """Whether it needs a copy of the head."""
+
+
+def _for_engines(cfg: RunConfig) -> _ForEngines:
+    from megaponder.decoding import headless  # needs transformers
+    from megaponder.decoding.configuration import MegaponderConfig
+
+    config = MegaponderConfig(**configs.ponder_config(cfg, "float32", None))
+    form = compose.decoding_class(cfg.ponder.method)(config)
+    return _ForEngines(headless.why_not(form), headless.second_head(form))
+
+
+def with_second_head(cfg: RunConfig, plain: Tensors) -> tuple[dict[str, Any], Tensors]:
+    """Fields of config.json and all tensors of a folder for vLLM."""
+    if not _for_engines(cfg).second_head:
+        return {}, plain
+    return {SECOND.partition(".")[0]: True}, {**plain, SECOND: plain["lm_head.weight"].clone()}
+
+
+def without_second_head(tensors: Tensors) -> Tensors:
+    """The tensors of such a folder without the copy; UserError if it is none."""
+    head, second = tensors.get("lm_head.weight"), tensors.get(SECOND)
+    if second is not None and (head is None or not second.equal(head)):
+        raise UserError(
+            f"{SECOND} differs from lm_head.weight, whose copy it must be; delete it in a copy of the folder."
+        )
+    return {name: tensor for name, tensor in tensors.items() if name != SECOND}
 
 
 def public(cfg: RunConfig, target: str | None) -> bool:

@@ -74,6 +74,8 @@ class Exported:
             kind = "in Nanbeige's format, which llama.cpp, MLX and SGLang run, but transformers alone does not"
         elif self.target in looped.KINDS:
             kind = f"in the format of {looped.KINDS[self.target].architecture}, which transformers alone does not run"
+        elif self.target == targets.VLLM:
+            kind = "with its modelling code (trust_remote_code=True), also for vLLM's transformers backend"
         elif self.target:
             kind = "in transformers' own format, with a copy of the layers for each pass"
         elif self.native:
@@ -134,22 +136,25 @@ def export(
     if target is not None:
         targets.check(cfg, target)
     public = targets.public(cfg, target)
-    if not public and (target is not None or kind is not None):
+    if not public and target != targets.VLLM and (target is not None or kind is not None):
         written, state = targets.fold(cfg, state, untied=target == targets.NANBEIGE)
     state = cast(state, dtype)
     out = Path(out)
     with folder.published(out, force) as temporary:
         plain = names.to_plain(state, written.model, table_rows(cfg))
         compared = trained if dtype == "float32" else (written, state)  # a scaled table is rounded once, not twice
+        told: dict[str, Any] = {} if refitted is None else {"refitted": asdict(refitted)}
         if target in looped.KINDS:
             kind, reason = target, ""
+        elif target == targets.VLLM:
+            fields, plain = targets.with_second_head(cfg, plain)
+            told |= fields
         elif target is not None:
             written, plain = targets.unroll(written, plain)
             kind, reason = configs.native_format(written)
         tokens = tokenizer.write(cfg, temporary, tokenizer_path, chat_template, before.config if before else None)
-        told = {} if refitted is None else {"refitted": asdict(refitted)}
         write_model(written, plain, temporary, kind, tokens.eos_id, shard_bytes, told, before)
-        count = sum(t.numel() for t in plain.values())
+        count = sum(t.numel() for name, t in plain.items() if name != targets.SECOND)
         del plain
         worst = check(*compared, temporary, out, tolerance)
         card.write(

@@ -108,7 +108,7 @@ def read_model(path: str | Path, ema: bool = False) -> tuple[RunConfig, dict[str
         cfg = replace(cfg, data=replace(cfg.data, loss_mask="plain"))
     tensors = hf_folder.read_weights(folder)
     refuse_too_large(folder, hf, tensors)
-    plain = to_plain(hf, tensors, cfg)
+    plain = to_plain(hf, tensors, cfg, folder)
     return cfg, names.to_stage(plain, cfg.model, table_rows(cfg))
 
 

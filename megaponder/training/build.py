@@ -14,6 +14,7 @@ from megaponder.checkpoint.ema import Ema
 from megaponder.checkpoint.save import Saver
 from megaponder.checkpoint.state import TrainState
 from megaponder.config.budget import last_step
+from megaponder.config.model import short_reach
 from megaponder.config.schema import RunConfig
 from megaponder.data.blend import unread
 from megaponder.engine.build import build_engine
@@ -136,6 +137,8 @@ def build(cfg: RunConfig, groups: Groups, stack: ExitStack) -> Run:
         )
     for path in (p for blend in (cfg.data.train, *cfg.data.valid_blends().values()) for p in unread(blend)):
         monitor.say(f"The dataset {path} has weight 0 and is not read.")
+    if sentence := short_reach(cfg.model):
+        monitor.say(sentence)
     if method_only(cfg.train, state.step + 1):
         last, name = cfg.train.method_only_steps, cfg.ponder.method
         monitor.say(f"Up to step {last} only the parameters of {name} itself are trained, then all of them.")

@@ -221,10 +221,12 @@ def test_runs_without_flops_are_told(tmp_path: Path) -> None:
     assert "do not tell FLOPs" in found.notes[0] and found.last.seconds is None
 
 
-def test_what_cannot_be_compared(tmp_path: Path) -> None:
+def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="no such run folder"):
         results.read_run(tmp_path / "none")
     run = make(tmp_path / "run", "vanilla")
+    assert main(["compare", *(str(tmp_path / name) for name in ("none", "run", "nor"))]) == 2
+    assert f"{tmp_path / 'none'}, {tmp_path / 'nor'}: there are no such run folders." in capsys.readouterr().err
     (run / "eval.json").write_text("[]")
     with pytest.raises(UserError, match="is not what `megaponder eval --json` writes"):
         results.read_run(run)

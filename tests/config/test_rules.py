@@ -69,6 +69,11 @@ BROKEN: list[Broken] = [
     broken("model.qk_norm", "model.norm = layernorm; use head", model__qk_norm="all", model__norm="layernorm"),
     broken("model.rotary_scaling", "rope_type must be one of linear, dynamic", model__rotary_scaling={"factor": 2.0}),
     broken("model.rotary_scaling", "yarn needs factor", model__rotary_scaling={"rope_type": "yarn"}),
+    broken(
+        "model.rotary_scaling.factr",
+        "truncate; did you mean factor",
+        model__rotary_scaling={"rope_type": "yarn", "factr": 2.0},
+    ),
     broken("model.rotary_scaling.factor", "at least 1", model__rotary_scaling={"rope_type": "linear", "factor": 0.5}),
     broken("model.depth_attention.source", "its options are sources, values", model__depth_attention={"source": "all"}),
     broken("model.depth_attention.own", "softmax or residual; use softmax", model__depth_attention={"own": "none"}),

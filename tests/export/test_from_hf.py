@@ -36,6 +36,8 @@ BASE: dict[str, dict[str, Any]] = {
             {"rope_scaling": {"type": "linear", "factor": 2.0, "finetuned": True}},
             "finetuned, which is unknown",
         ),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factr": 2.0}}, "has factr, .*; did you mean factor"),
+        ("llama", {"rope_parameters": {"rope_typ": "linear"}}, "has rope_typ, .*; did you mean rope_type"),
         ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "rotates full heads"),
         (
             "llama",
@@ -126,7 +128,10 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
         assert not (tmp_path / "run" / "checkpoints").exists()
     save_file(good, file, metadata={"format": "pt"})
     for change, words in (
-        ({"tie_word_embeddings": True}, "weights of the head differ"),
+        ({"tie_word_embeddings": True}, "hf: tie_word_embeddings is true, but the weights of the head differ"),
+        ({"rms_norm_eps": 1e300}, r"config.json: rms_norm_eps = 1e\+300: it must be .*at most 1"),
+        ({"num_attention_heads": 3}, "config.json: num_key_value_heads = 2: it must divide num_attention_heads = 3"),
+        ({"bos_token_id": [1]}, r"config.json: bos_token_id = \[1\]: it must be the id of a token, or null"),
         ({"model_type": ["llama"]}, "string"),
         ({"quantization_config": {"quant_method": "fp8"}}, "its weights are quantised"),
     ):

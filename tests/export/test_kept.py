@@ -18,13 +18,14 @@ from tests.export.test_tokenizer import bpe
 
 def test_ids_and_sampling_defaults_and_what_the_tokenizer_adds(tmp_path: Path) -> None:
     hf = tmp_path / "hf"
-    theirs = LlamaConfig(**hf_models.LLAMA | {"vocab_size": 320, "eos_token_id": [0, 7], "pad_token_id": 9})
+    ids = {"eos_token_id": [0, 7, 320], "pad_token_id": 9}  # 320 is no token
+    theirs = LlamaConfig(**hf_models.LLAMA | {"vocab_size": 320} | ids)
     hf_models.make(LlamaForCausalLM(theirs), hf)
     bpe(hf, template=True)
     (hf / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     sampling = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "bos_token_id": 1, "eos_token_id": [0, 7, 8]}
     (hf / "generation_config.json").write_text(json.dumps(sampling | {"cache_implementation": "elsewhere/cache"}))
-    import_hf(hf, tmp_path / "first")
+    assert "the vocabulary has 320 tokens: eos_token_id = 320." in str(import_hf(hf, tmp_path / "first"))
     run = (tmp_path / "first").rename(tmp_path / "moved")
     out = export(run, tmp_path / "out").folder
     config = json.loads((out / "config.json").read_text())

@@ -112,7 +112,7 @@ REFUSED = [
     ("pythia", "loop", {}, "nanbeige", "no such format has .* in a llama block"),
     ("pythia", "loop", {"rotary_pairs": "adjacent"}, "unrolled", "rotary pairs adjacent in a pythia block"),
     ("gpt2", "loop", {"activation": "swiglu"}, "unrolled", "activation swiglu in a gpt2 block"),
-    ("llama", "loop", {}, "gguf", "target = 'gguf': it must be unrolled, ouro, nanbeige, huginn_raven, or"),
+    ("llama", "loop", {}, "gguf", "target = 'gguf': it must be unrolled, vllm, ouro, nanbeige, huginn_raven, or"),
 ]
 
 

@@ -103,11 +103,12 @@ def test_mistakes(run: Path, change: dict[str, object], words: str) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("num_hidden_layers", "2", "config.json: model.num_layers = '2'"),
+        ("num_hidden_layers", "2", "config.json: num_hidden_layers = '2'"),
         ("method", "foo", "config.json: ponder.method = 'foo'"),
         ("method_options", 5, "config.json: ponder.options = 5"),
         ("method_options", {"steps": 10**9}, "config.json: ponder.options.steps = 1000000000"),
-        ("embedding_scale", "x", "config.json: model.embedding_scale = 'x'"),
+        ("embedding_scale", "x", "config.json: embedding_scale = 'x'"),
+        ("eos_token_id", "</s>", "config.json: eos_token_id = '</s>': it must be the id of a token, or null"),
         ("num_hidden_layers", 10**9, "has 1,000,000,000 layers, but the weights have"),
         ("vocab_size", 10**9, "describes a model of [0-9,]* parameters, but the weights have"),
         ("auto_map", 5, "auto_map = 5 does not name a class of a file in this folder"),

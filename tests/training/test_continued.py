@@ -75,6 +75,8 @@ def test_imported_weights_start_methods_with_parameters_of_their_own(imported: P
     _, output = run("run_many", 1, jobs=jobs)
     for name in LONGER["checkpoint__load_changes"]:
         assert f"Warning: {name} was " in output
+    short = "YaRN with factor 4 stretches 10 positions to 40, fewer than model.max_positions = 64; factor 6.4 reaches"
+    assert output.count(short) == 1
     run("run_many", 2, jobs=[job(imported, f"{n}-pp2", n, parallel__pipeline=2) for n in OWN])
     for name, own in OWN.items():
         names = ", ".join(f"{PARAMETER_PREFIX}modules.{n}" for n in own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 
 from megaponder.config.model import SCALINGS
@@ -69,11 +70,14 @@ def rotary_scaling_is_whole(c: Case) -> None:
     rule = f"its rope_type must be one of {', '.join(SCALINGS)}"
     require(isinstance(kind, str) and kind in SCALINGS, field, m.rotary_scaling, rule, "or use {}")
     needed, optional = SCALINGS[str(kind)]
+    for name, value in values.items():  # before what is missing, which may be there misspelt
+        known = (*needed, *optional)
+        near = difflib.get_close_matches(name, known, 1)
+        fix = f"did you mean {near[0]}" if near else "take it out"
+        require(name in known, f"{field}.{name}", value, f"{kind} has only {', '.join(known)}", fix)
     for name in needed:
         require(name in values, field, m.rotary_scaling, f"{kind} needs {name}", f"add {name}")
     for name, value in values.items():
-        known = ", ".join((*needed, *optional))
-        require(name in (*needed, *optional), f"{field}.{name}", value, f"{kind} has only {known}", "take it out")
         if name == "truncate":
             require(isinstance(value, bool), f"{field}.{name}", value, "it must be true or false", "use true")
             continue

@@ -130,7 +130,7 @@ class MegaponderForCausalLM(nn.Module):
         for name, tensor in weights:
             ours = name.removeprefix("model.").removeprefix("method.")
             ours = ours.replace(".self_attn.", ".").replace(".mlp.", ".")
-            if ours == "lm_head.weight" and self.config.tie_word_embeddings:
+            if ours == "second_head.weight" or (ours == "lm_head.weight" and self.config.tie_word_embeddings):
                 continue
             shard = next((letter for letter in "qkv" if f".{letter}_proj." in ours), None)
             if shard is not None:

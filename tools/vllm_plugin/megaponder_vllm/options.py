@@ -27,7 +27,7 @@ SHAPE = (
 OTHERS = (
     *("family", "method", "method_options", "model_type", "architectures", "auto_map", "megaponder_version", "dtype"),
     *("torch_dtype", "initializer_range", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "head_dim"),
-    *("transformers_version",),
+    *("transformers_version", "second_head"),
 )
 
 
