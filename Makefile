@@ -25,7 +25,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.ma
 # PyTorch and megatron-core anew, for 20 seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-newest lint format docs env clean help
+.PHONY: demo test test-newest suite oldest lint format docs env clean help
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "make %-11s %s\n", $$1, $$2}'
@@ -33,9 +33,15 @@ help: ## Show this list
 demo: env ## Train, resume, export and sample a small pondering model on the CPU; result in demo-run/
 	$(BIN)/megaponder demo --out $(DEMO)
 
-test: lint $(OLDEST) ## Lint, then all tests, in three processes (make test JOBS=8 takes more)
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
-	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest --quiet --numprocesses 2 $(BOTH)
+test: env ## Lint and all tests, in three processes (make test JOBS=8 takes more)
+	+@$(MAKE) --no-print-directory --jobs=3 --output-sync=target suite lint oldest
+
+# What is marked + prints as it goes; the others, which run beside it, print all at their end.
+suite: env
+	+$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+oldest: $(OLDEST)
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest --quiet $(BOTH)
 
 # Without constraints.txt: whatever the registry has today.
 test-newest: ## What touches megatron-core, with the newest packages (make test-newest PYTHON=python3.12)

@@ -3,30 +3,49 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 
+from tests import forks
+
 LONG = (
+    "training/test_resume.py",
+    "training/test_faults.py",
+    "layouts/test_layouts.py",
     "training",
     "layouts",
+    "benchmarks/test_study.py",
+    "export/test_to_hf.py",
+    "test_configs.py",
+    "demo",
     "export",
     "benchmarks",
-    "demo",
     "cli",
-    "test_configs.py",
     "test_old_files.py",
     "checkpoint",
     "inference",
     "ponder",
 )
-"""Folders and files that several processes start with, so that none is left with a long one at the end."""
+"""Files and folders that several processes start with, so that none is left with a long one at the end."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The processes of pytest-xdist are forked from one that has imported everything; files need not reach the disk."""
+    os.fsync = lambda handle: None
+    if getattr(config.option, "tx", None) and not hasattr(config, "workerinput"):
+        python = f"popen//python={forks.python()}"
+        config.option.tx = [spec.replace("popen", python, 1) for spec in config.option.tx]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):  # a process of pytest-xdist
-        order = {name: place for place, name in enumerate(LONG)}
-        root = config.rootpath / "tests"
-        items.sort(key=lambda item: order.get(item.path.relative_to(root).parts[0], len(LONG)))
+        items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> int:
+    path = item.path.relative_to(item.config.rootpath / "tests")
+    return min((place for place, name in enumerate(LONG) if path.is_relative_to(name)), default=len(LONG))
 
 
 def pytest_collection_finish() -> None:

@@ -1,4 +1,4 @@
-"""What the workers of tests share: imported once, by the process that they are forked from (`distributed.py`).
+"""What the processes of a test session share: imported once, by the one that they are forked from (`forkserver.py`).
 
 On two slow cores these imports take longer than anything else in a small model's life.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch._dynamo  # optimizers import it at their first step
 import torch.distributed.checkpoint  # noqa: F401
 
 if not Path("/dev/nvidiactl").exists():  # a process that has touched CUDA cannot be forked
@@ -17,6 +16,7 @@ if not Path("/dev/nvidiactl").exists():  # a process that has touched CUDA canno
     import megatron.core.dist_checkpointing
     import megatron.core.optimizer  # noqa: F401
 
+    import megaponder.export.modeling_megaponder
     import megaponder.ponder.settings
     import megaponder.training.job
     import megaponder.training.loop  # noqa: F401

@@ -6,6 +6,7 @@ Only the publication, and the deletions that follow it, wait for this reading.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import shutil
 import time
@@ -22,13 +23,15 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
 
+from megaponder import files
 from megaponder.checkpoint import folder, model_state, optimizer_state, rng, scales, writers
 from megaponder.checkpoint.ema import Ema
 from megaponder.checkpoint.manifest import Files
 from megaponder.checkpoint.state import CONFIG, Contents, TrainState, save_state
 from megaponder.checkpoint.verify import Verification
 from megaponder.checkpoint.writers import Results
-from megaponder.config.load import dump
+from megaponder.config import yaml_file
+from megaponder.config.load import to_mapping
 from megaponder.config.schema import RunConfig
 from megaponder.engine.megatron_versions import save_strategy
 from megaponder.errors import UserError
@@ -154,11 +157,16 @@ class Saver:
         return found | ({"fp8": fp8} if fp8 else {})  # megatron-core would pickle an empty part
 
     def _publish(self, path: Path, state: TrainState, known: Files) -> None:
-        dump(self.cfg, path / CONFIG)
+        files.write_bytes(path / CONFIG, self._config)
         masters = optimizer_state.has_masters(self.stage.parameters())
         save_state(path, state, Contents(masters, model_state.layout(), data=dict(self._data)))
         log.info("saved %s", folder.publish(path, self.root, state.step, known))
         folder.retain(self.root, state.step, self.options.keep_last, self.options.keep_every)
+
+    @functools.cached_property
+    def _config(self) -> bytes:
+        """The file of the configuration, which takes longer to make than to write, and stays the same in a run."""
+        return yaml_file.to_text(to_mapping(self.cfg)).encode()
 
     @property
     def _device(self) -> torch.device:

@@ -6,13 +6,17 @@ from pathlib import Path
 
 from megaponder import files
 from megaponder.checkpoint import folder, writers
-from megaponder.checkpoint.model_state import layout, sharded_state
 from megaponder.checkpoint.state import CONFIG, Contents, TrainState, save_state
 from megaponder.config.load import dump
 from megaponder.config.schema import RunConfig
-from megaponder.engine.megatron_versions import save_strategy
-from megaponder.engine.model import PonderStage
+from megaponder.engine import cuda_on_cpu
 from megaponder.errors import UserError
+
+cuda_on_cpu.install()  # megatron-core's first import takes twice as long otherwise
+
+from megaponder.checkpoint.model_state import layout, sharded_state  # noqa: E402
+from megaponder.engine.megatron_versions import save_strategy  # noqa: E402
+from megaponder.engine.model import PonderStage  # noqa: E402
 
 
 def refuse_taken(root: Path, force: bool) -> None:

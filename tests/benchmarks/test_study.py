@@ -6,6 +6,7 @@ import gzip
 import json
 import lzma
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from megaponder.config.resolve import resolve
 from megaponder.errors import UserError
 from megaponder.plan.flops import mean_needed
 from megaponder.ponder.settings import method_of
+from tests import forks
 
 WORDS = "one thinks twice before the other speaks and then once more of it".split()  # noqa: SIM905
 
@@ -122,7 +124,10 @@ def test_a_row_waits_for_memory() -> None:
     assert queue.place([job(200)], [], 1, 100) is not None  # alone it may try
 
 
-def test_a_row_trains_and_is_evaluated_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_trains_and_is_evaluated_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", forks.python())
     folder = write(tmp_path / "c")
     places = ["--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
     words = ["--corpus", str(folder), "--size", "tiny", *places]

@@ -16,6 +16,7 @@ import pytest
 from megaponder.cli import report
 from megaponder.cli.main import COMMANDS, main
 from megaponder.errors import UserError
+from tests import forks
 from tests.distributed import run_workers
 
 ROOT = Path(__file__).parents[2]
@@ -312,7 +313,8 @@ def test_starting_needs_neither_torch_nor_megatron() -> None:
 
 def test_torchrun_prints_one_error(tmp_path: Path, run_file: str) -> None:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megaponder"]
-    done = python(*launch, "train", run_file, "--parallel.tensor", "5", env={"TMPDIR": str(tmp_path)})
+    env = {"TMPDIR": str(tmp_path), "PYTHON_EXEC": forks.python()}  # its two processes are forked
+    done = python(*launch, "train", run_file, "--parallel.tensor", "5", env=env)
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.startswith("error")]
     assert len(lines) == 1, done.stderr

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megaponder.cli.main import main
+from tests import forks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,7 +21,7 @@ def test_all_steps_end_and_leave_what_they_promise(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "demo"
-    command = [sys.executable, "-m", "megaponder", "demo", "--quick", "--out", str(out)]
+    command = [forks.python(), "-m", "megaponder", "demo", "--quick", "--out", str(out)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
     assert (out / "validation.png").stat().st_size > 1000 and "validation" in ended.stdout

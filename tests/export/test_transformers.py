@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from megaponder.export.from_hf import import_hf
 from megaponder.export.requirements import TESTED
 from megaponder.export.to_hf import export
 from megaponder.ponder import registry
+from tests import forks
 from tests.export import checkpoints
 from tests.export.models import EVERY, LATENT, METHODS, VOCAB, ids, model
 from tests.export.test_decoding import close
@@ -244,10 +243,8 @@ def test_the_model_card(tmp_path: Path) -> None:
         assert words in card, words
     snippet = card.partition("```python\n")[2].partition("```")[0]
     (tmp_path / "snippet.py").write_text(snippet)
-    env = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
-    ran = subprocess.run(
-        [sys.executable, "snippet.py"], cwd=tmp_path, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True
-    )
+    command = [forks.python(), "snippet.py"]
+    ran = subprocess.run(command, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert ran.returncode == 0 and "tensor([" in ran.stdout, ran.stderr
 
 

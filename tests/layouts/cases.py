@@ -284,6 +284,8 @@ class Layout:
     """Cases with more than two layers run here too."""
     every: bool = True
     """All cases run here, or only `REPRESENTATIVES`."""
+    methods: bool = False
+    """One case of each method, with and without its halted tokens left out, runs here as well."""
     evaluate: bool = False
     """The loss of evaluation is compared, too."""
     documents: bool = False
@@ -307,7 +309,7 @@ LAYOUTS = {
     "pp2-recompute": Layout(pipeline=2, recompute="layer", every=False),
     "dp2": Layout(data=2, every=False),
     "dp2-overlap": Layout(data=2, batch=1, overlap=True, every=False),
-    "dp2-distopt-overlap": Layout(data=2, batch=1, distributed_optimizer=True, overlap=True),
+    "dp2-distopt-overlap": Layout(data=2, batch=1, distributed_optimizer=True, overlap=True, every=False, methods=True),
     "pp3": Layout(pipeline=3, batch=1, deep=True),
     "pp4": Layout(pipeline=4, batch=1, deep=True, every=False),
     "tp2-pp2": Layout(tensor=2, pipeline=2, every=False),
@@ -349,13 +351,15 @@ def cases_of(layout: Layout) -> list[str]:
     Deep cases exist for PP = 3 and 4; elsewhere they run where most comes together.  Unless WHOLE,
     layouts without `every` run `REPRESENTATIVES` only.
     """
-    found = []
+    found, known = [], set()
     for name, case in CASES.items():
-        chosen = layout.every or name in REPRESENTATIVES or (layout.overlap and name == DRAWN)
-        if not (chosen or WHOLE):
-            continue
         layers = case.model.get("num_layers", 2)
-        if (layers == 2 or layout.deep or WHOLE) and (layers % layout.pipeline == 0 or layout.pipeline in case.stages):
+        fits = layers % layout.pipeline == 0 or layout.pipeline in case.stages
+        if not (fits and (layers == 2 or layout.deep or WHOLE)):
+            continue
+        first = layout.methods and (case.method, case.skip) not in known
+        known.add((case.method, case.skip))
+        if WHOLE or layout.every or first or name in REPRESENTATIVES or (layout.overlap and name == DRAWN):
             found.append(name)
     return found
 

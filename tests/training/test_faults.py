@@ -158,7 +158,7 @@ def test_the_rank_that_the_others_wait_for_is_named(base: Base, two: Any) -> Non
 @pytest.mark.parametrize(("number", "words"), [(signal.SIGSTOP, "has not reported for"), (signal.SIGKILL, "has ended")])
 def test_a_lost_rank_ends_the_others_with_a_sentence(base: Base, number: int, words: str) -> None:
     path = base.root / f"lost-{number}"
-    job = {"run": str(path), "data": base.data, "train__steps": 100_000, "train__eval_batches": 0}
+    job = {"run": str(path), "data": base.data, "train__steps": 3000, "train__eval_batches": 0}
     workers = Workers(f"{HERE}:command", 2, {"hang": 15.0, "deadline": 30.0, "checkpoint__every": 0} | job)
     try:
         _until(lambda: len(read(path / "metrics.jsonl")) > 2, 600, workers)

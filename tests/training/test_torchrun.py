@@ -1,6 +1,7 @@
 """The commands as a user types them: text, `prepare`, then `train` alone and under torchrun; one series of losses.
 
-Only torchrun itself is started as a program of its own: everything else is the same command line without the imports.
+Only torchrun itself and the run of one process are started as programs of their own: everything else is the same
+command line without the imports.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from megaponder.monitor.jsonl import read
+from tests import forks
 from tests.distributed import Workers, free_port
 from tests.tolerance import ATOL, RTOL
 
@@ -34,11 +36,11 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 def python(folder: Path, *words: str) -> str:
-    """What the command prints; all of it in the failure's message."""
+    """What the command prints; all of it in the failure's message.  Processes that torchrun starts are forked."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=600,
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": forks.python()},
     )  # fmt: skip
     assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout + done.stderr
@@ -67,8 +69,8 @@ def two_nodes(folder: Path, *words: str) -> str:
     """What `launch/torchrun.sh` prints on two nodes of one process each, which meet on this machine."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     shared = os.environ | {
-        "PATH": path, "PYTHONPATH": str(ROOT), "NNODES": "2", "NPROC": "1", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "PATH": path, "PYTHONPATH": str(ROOT), "PYTHON_EXEC": forks.python(), "NNODES": "2", "NPROC": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
     }  # fmt: skip
     script = ["bash", str(ROOT / "launch" / "torchrun.sh"), *words]
     nodes = [
@@ -97,7 +99,7 @@ def test_two_processes_give_the_series_of_one(tmp_path: Path) -> None:
     command(tmp_path, 1, *prepare, "lines.txt", "--txt-split", "line", "--output", "data/lines")
     command(tmp_path, 1, *prepare, "json.jsonl", "--output", "data/json")
     train = ["train", "run.yaml", "--run"]
-    command(tmp_path, 1, *train, "one")
+    python(tmp_path, "-m", "megaponder", *train, "one")
     printed = [
         python(tmp_path, *TORCHRUN, "megaponder", *train, "pp2", "--parallel.pipeline", "2"),
         command(tmp_path, 2, *train, "tp2", "--parallel.tensor", "2"),

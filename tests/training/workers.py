@@ -14,7 +14,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "family": "llama", "num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 90,
         "vocab_multiple": 16, "tie_embeddings": True,
     },
-    "ponder": {"method": "loop", "options": {}},
+    "ponder": {"method": "loop", "options": {"extra_passes": 1}},
     "data": {"sequence_length": 16, "eod_id": 0},
     "optimizer": {"lr": 1e-2, "ema_decay": 0.75},
     "schedule": {"warmup_fraction": 0.2},
@@ -99,7 +99,7 @@ def refusal_of_different_ranks(**job: Any) -> list[str]:
     others: list[dict[str, Any]] = [
         {"optimizer__lr": 0.5},
         {"train__steps": 4},
-        {"ponder__options": {"extra_passes": 1}},
+        {"ponder__options": {"extra_passes": 2}},
     ]
     rank = os.environ["RANK"]
     return refusals([job | other if rank == "1" else job for other in others])
