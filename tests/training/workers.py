@@ -28,6 +28,8 @@ def config(run: str, data: str, **changes: Any) -> RunConfig:
     """A tiny run on the datasets <data>/train and <data>/valid; `changes` are dotted names with __ for the dot."""
     values: dict[str, Any] = {"run": run} | {name: dict(fields) for name, fields in SECTIONS.items()}
     values["data"] |= {"train": [f"{data}/train"], "valid": [f"{data}/valid"]}
+    if "ponder__method" in changes:
+        values["ponder"]["options"] = {}
     for name, value in changes.items():
         section, _, field = name.partition("__")
         values.setdefault(section, {})[field] = value
