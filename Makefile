@@ -34,11 +34,10 @@ demo: env ## Train, resume, export and sample a small pondering model on the CPU
 	$(BIN)/megaponder demo --out $(DEMO)
 
 test: env ## Lint and all tests, in three processes (make test JOBS=8 takes more)
-	+@$(MAKE) --no-print-directory --jobs=3 --output-sync=target suite lint oldest
+	@$(MAKE) --no-print-directory --jobs=3 suite lint oldest
 
-# What is marked + prints as it goes; the others, which run beside it, print all at their end.
 suite: env
-	+$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 oldest: $(OLDEST)
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest --quiet $(BOTH)
