@@ -43,6 +43,8 @@ def main() -> None:
     while True:
         for key, _ in chosen.select():
             if key.fileobj == 0:
+                for pid in running.values():
+                    _kill(pid)
                 return
             if key.fileobj is listening:
                 connection = _begin(listening, [listening, ended, wake, *running])
