@@ -33,12 +33,14 @@ def scaled(path: Path, run: Path, dataset: str) -> RunConfig:
         "parallel": {"tensor": 1, "pipeline": 1, "sequence": False},
         "train": {"steps": STEPS, "tokens": None, "global_batch": 4, "micro_batch": 4, "eval_batches": 1,
                   "batch_rampup": None},
-        "checkpoint": {"load": None},
+        "checkpoint": {"load": None, "load_changes": []},
         "logging": {"every": 1, "tensorboard": False},
     }  # fmt: skip
     for section, fields in small.items():
         for name, value in fields.items():
             setattr(getattr(cfg, section), name, value)
+    if cfg.model.freqkv:
+        cfg.model.freqkv = {**cfg.model.freqkv, "capacity": 7, "sink": 2}
     if "pause_token_id" in cfg.ponder.options:
         cfg.ponder.options["pause_token_id"] = VOCAB - 1
     ends = [cfg.ponder.options[part] for part in ("prelude", "coda") if part in cfg.ponder.options]

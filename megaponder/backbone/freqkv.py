@@ -47,17 +47,30 @@ def memories(feature: FreqKV, head: Tensor, blocks: Tensor, first: Tensor | None
     return torch.stack(found)
 
 
+def turns(feature: FreqKV, turn: Tensor, rows: int, documents: Documents | None) -> Tensor:
+    """`fused.turns` of the F rows of a memory and then of the n = `rows` tokens [2, F + n, 1 or b, 1, r].
+
+    turn: those of positions 0 .. C - 1.
+    """
+    memory = turn[:, : feature.memory]
+    if documents is None:
+        return torch.cat([memory, turn[:, slots(feature, torch.arange(rows, device=turn.device))]], 1)
+    tokens = turn[:, :, 0][:, documents.blocks(feature).slots]
+    return torch.cat([memory.expand(-1, -1, tokens.shape[2], -1, -1), tokens], 1)
+
+
 _rotated = fused.one_kernel(fused.rotated)
 
 
 class FreqCore:
     """Attention of a layer's core through a memory, where texts are longer than it; q, k come before RoPE.
 
-    turn: `fused.turns` of positions 0 .. C - 1.
+    turn: see `turns`.
     """
 
     def __init__(self, feature: FreqKV, core: Any, turn: Tensor, adjacent: bool):
-        self._feature, self._core, self._turn, self._adjacent = feature, core, turn, adjacent
+        self._feature, self._core, self._adjacent = feature, core, adjacent
+        self._of_memory, self._of_tokens = turn[:, : feature.memory, :1], turn[:, feature.memory :]
 
     def __call__(
         self,
@@ -72,19 +85,16 @@ class FreqCore:
         assert key_bias is None and slots == 1  # see config.rules.freqkv
         return self._whole(q, k, v) if documents is None else self._apart(q, k, v, documents)
 
-    def _rotated(self, x: Tensor, at: Tensor) -> Tensor:
-        """x [n, b, heads, d] rotated at positions [n] or [n, b]."""
-        turn = self._turn[:, at] if at.dim() == 1 else self._turn[:, :, 0][:, at]
+    def _rotated(self, x: Tensor, turn: Tensor) -> Tensor:
+        """x [n, b, heads, d] at its positions."""
         out: Tensor = _rotated(x, turn, self._adjacent)
         return out
 
     def _whole(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Every sequence is one text."""
         f, n, memory, hop = self._feature, len(q), self._feature.memory, self._feature.hop
-        at = slots(f, torch.arange(n, device=q.device))
-        turned = self._rotated(k, at)
-        q = self._rotated(q, at)
-        out = self._core(q[:memory], turned[:memory], v[:memory])
+        turned, q = self._rotated(k, self._of_tokens), self._rotated(q, self._of_tokens)
+        out = self._core(*(x[:memory].clone() for x in (q, turned, v)))  # slices would keep all rows alive
         missing = memory + f.blocks(n) * hop - n  # rows after the last token, which none of them sees
 
         def cut(x: Tensor) -> Tensor:
@@ -99,7 +109,7 @@ class FreqCore:
     def _apart(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
         """Every document begins anew."""
         f, memory, places = self._feature, self._feature.memory, documents.blocks(self._feature)
-        turned, q = self._rotated(k, places.slots), self._rotated(q, places.slots)
+        turned, q = self._rotated(k, self._of_tokens), self._rotated(q, self._of_tokens)
         rows = places.gather(torch.cat([k, v, turned], -1))
         raw, own = rows[..., : 2 * k.shape[-1]], rows[:, memory:]
         remembered = memories(f, raw[:, :memory], raw[:, memory:], places.first)
@@ -111,8 +121,8 @@ class FreqCore:
         """[B, D, b, h, d] of rotated q, k and of v [B, D, b, heads, d], and memories [B, F, b, g, 2 d]."""
         blocks, b = q.shape[0], q.shape[2]
         memory_k, memory_v = remembered.chunk(2, -1)
-        at = torch.arange(self._feature.memory, device=q.device)
-        memory_k = self._rotated(memory_k.transpose(0, 1).flatten(1, 2), at).unflatten(1, (blocks, b)).transpose(0, 1)
+        memory_k = self._rotated(memory_k.transpose(0, 1).flatten(1, 2), self._of_memory)
+        memory_k = memory_k.unflatten(1, (blocks, b)).transpose(0, 1)
         k, v = torch.cat([memory_k, k], 1), torch.cat([memory_v, v], 1)
         k, v = all_heads(k, q.shape[3]), all_heads(v, q.shape[3])
         q, k, v = (x.permute(0, 2, 3, 1, 4).flatten(0, 1) for x in (q, k, v))  # [B b, h, rows, d]

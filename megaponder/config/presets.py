@@ -89,6 +89,7 @@ PRESETS: dict[str, Preset] = {
     "gpt2-medium": _gpt2(24, 1024, 16),
     "gpt2-large": _gpt2(36, 1280, 20),
     "gpt2-xl": _gpt2(48, 1600, 25),
+    "llama-2-7b": Preset("llama", 32, 4096, 32, 11008, 32000, 4096, 1e-5, 0.02),
     "llama-3.2-1b": Preset(
         "llama", 16, 2048, 32, 8192, 128256, 131072, 1e-5, 0.02,
         {"num_kv_heads": 8, "rotary_base": 5e5, "rotary_scaling": _LLAMA_3, "tie_embeddings": True},

@@ -17,10 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaponder.decoding.freqkv_blocks import FreqKV
-
-BY_MATRIX = 1024
-"""Up to so many rows the transform is a product with a constant matrix, above it two FFTs."""
+from megaponder.decoding.freqkv_blocks import BY_MATRIX, FreqKV
 
 
 def slots(feature: FreqKV, positions: Tensor) -> Tensor:

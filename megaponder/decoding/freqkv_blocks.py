@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+BY_MATRIX = 1024
+"""Up to so many rows are transformed by a product with a constant matrix, more by two FFTs."""
+
 
 @dataclass(frozen=True)
 class FreqKV:

@@ -36,6 +36,7 @@ from torch.utils.checkpoint import checkpoint
 from megaponder.backbone.config import head_config, transformer_config, use_te
 from megaponder.backbone.documents import Documents
 from megaponder.backbone.embedding import Embedding, rotary_embedding
+from megaponder.backbone.freqkv import turns as freqkv_turns
 from megaponder.backbone.layer import Kept, Reads, layer_spec
 from megaponder.backbone.parts import parts
 from megaponder.config.recompute import recomputed_layers
@@ -275,12 +276,12 @@ class PonderStage(MegatronModule):
     def _rotary(self, p: Pass, rows: int, documents: Documents | None) -> Tensor | None:
         """`fused.turns` [2, rows, 1 or b, 1, d_rot]; all slots of a token share its position.
 
-        With FreqKV, for texts beyond its capacity, those of the positions that there are.
+        With FreqKV, for texts beyond its capacity, those of its memory's rows and then those of the tokens.
         """
         if self.rotary is None:
             return None
         if self.freqkv is not None and rows > self.freqkv.capacity:
-            return self.rotary(self.freqkv.capacity)
+            return freqkv_turns(self.freqkv, self.rotary(self.freqkv.capacity), rows, documents)
         turn = self.rotary(rows // p.slots)
         if documents is not None:
             turn = turn[:, :, 0][:, documents.positions_bn.t()]

@@ -7,7 +7,8 @@ The unit is one real token: a pass with m slots a token runs m rows of the stack
     linear      2 L (2 H H_q + 2 H H_kv + nm H F) a row     nm = 3 (SwiGLU) or 2 (GELU); H_q, H_kv: all heads together
                 less 2 (H H_q + nm H F) in the last layer for a row whose output is not read
     attention   4 L H_q a visible key; row i of m n rows sees i + 1 keys of each key set, within the window if any;
-                with documents, n is `data.document_tokens`; and what Depth-Attention mixes (`plan.depth_attention`)
+                with documents, n is `data.document_tokens`; what Depth-Attention mixes (`plan.depth_attention`); with
+                FreqKV the keys of its memory and block, and the compressions (`plan.freqkv`)
     head        2 V H, in the last pass, for every token
     extra       as given by the method (`extra_flops`): vocabulary mixtures, of tokens that run the next pass; gates
     training    as given by the method (`training_flops`), forward and backward: losses of passes before the last
@@ -23,6 +24,7 @@ from megaponder.config.recompute import recomputed_layers
 from megaponder.config.schema import DataConfig, ModelConfig, RunConfig
 from megaponder.config.stages import run_in, stage_range
 from megaponder.plan.depth_attention import mixing_flops
+from megaponder.plan.freqkv import compression_flops, mean_keys
 from megaponder.plan.layer import key_flops, linear_flops, unread_flops
 
 BACKWARD = 2.0
@@ -47,6 +49,8 @@ class PassFlops:
     """FLOPs of training alone, with their backward; in no other number of the pass."""
     mixing: float = 0.0
     """Part of `attention`: Depth-Attention."""
+    compression: float = 0.0
+    """Part of `attention`: FreqKV's transforms."""
     trained: float = 1.0
     """Share of them that has a backward: all, or in passes without gradient the prelude of the first one."""
 
@@ -104,8 +108,8 @@ def attention_flops(model: ModelConfig, tokens: float, slots: float, layers: int
     assert model.num_layers
     window = min(model.attention_window or tokens, tokens)
     beyond = slots * (tokens - window) * (tokens - window + 1) / (2 * tokens)  # keys before the window
-    mean_keys = (slots * tokens + 1) / 2 - beyond
-    return (model.num_layers if layers is None else layers) * key_flops(model) * slots * mean_keys
+    keys = mean_keys(model, tokens) or (slots * tokens + 1) / 2 - beyond
+    return (model.num_layers if layers is None else layers) * key_flops(model) * slots * keys
 
 
 def seen_together(data: DataConfig) -> float:
@@ -121,12 +125,15 @@ def pass_flops(cfg: RunConfig, method: MethodLike, p: PassLike, before: Sequence
     assert model.vocab_size and model.hidden_size and model.num_layers
     unread = 0 if p.reads is None else p.slots - len(p.reads)
     layers, mixing = run_in(range(model.num_layers), p.layers), mixing_flops(model, [*before, p])
+    tokens = seen_together(cfg.data)
+    compression = layers * compression_flops(model, tokens)
     made = PassFlops(
         index=p.index,
         slots=p.slots,
         linear=p.slots * layers * linear_flops(model) - unread * unread_flops(model),
-        attention=p.key_sets * attention_flops(model, seen_together(cfg.data), p.slots, layers) + mixing,
+        attention=p.key_sets * attention_flops(model, tokens, p.slots, layers) + mixing + compression,
         mixing=mixing,
+        compression=compression,
         head=2.0 * model.vocab_size * model.hidden_size if p.last else 0.0,
         extra=method.extra_flops(p, model.vocab_size),
         feedback=method.feedback_flops(p, model.vocab_size),

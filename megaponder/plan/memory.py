@@ -17,6 +17,7 @@ from megaponder.config.rules.layout import choose_group
 from megaponder.config.schema import ParallelConfig, PrecisionConfig, RunConfig
 from megaponder.config.stages import run_in, stage_range
 from megaponder.plan.depth_attention import made_bytes
+from megaponder.plan.freqkv import copied_bytes
 from megaponder.plan.layer import attention_bytes, mlp_elements, norms_bytes, pre_norms_bytes
 from megaponder.plan.parameters import NONE, Parameters, rank_parameters
 
@@ -58,6 +59,7 @@ def layer_activations(cfg: RunConfig, rows: int, te: bool = False, active: float
     model, e, tp = cfg.model, element_bytes(cfg.precision), cfg.parallel.tensor
     assert model.hidden_size and model.num_heads and model.ffn_size
     attention = attention_bytes(model, e, te)
+    attention += copied_bytes(model, cfg.data.sequence_length, e, cfg.data.document_attention)
     log_sums = 4 * model.num_heads  # FP32, of the fused attention
     norms, inner = norms_bytes(model, e, te), attention + mlp_elements(model) * e + log_sums
     if cfg.precision.fp8 != "none":  # what a linear layer reads is kept in FP8; attention's output in both formats

@@ -167,6 +167,10 @@ def print_plan(cfg: RunConfig, plan: Plan, console: Console) -> None:
     _show(console, flops_table(plan))
     if mixing := sum(p.mixing for p in plan.flops.passes):
         console.print(f"of these, Depth-Attention: {si(mixing)} a token, {mixing / plan.flops.forward:.3%}")
+    if compression := sum(p.compression for p in plan.flops.passes):
+        console.print(
+            f"of these, FreqKV's transforms: {si(compression)} a token, {compression / plan.flops.forward:.3%}"
+        )
     again = f", executed {si(plan.executed)} with recompute" if plan.executed > plan.needed else ""
     how = "forward and backward" + (", mean over steps" if varies else "")
     if all(p.trained == 1.0 for p in plan.flops.passes):

@@ -13,7 +13,7 @@ from torch import Tensor
 from megaponder.backbone import fused
 from megaponder.backbone.attention import SdpaCore
 from megaponder.backbone.documents import Documents
-from megaponder.backbone.freqkv import FreqCore, memories
+from megaponder.backbone.freqkv import FreqCore, memories, turns
 from megaponder.decoding import freqkv, freqkv_blocks
 from megaponder.decoding.freqkv_blocks import FreqKV
 from tests.oracles import freqkv as oracle
@@ -90,7 +90,8 @@ def turn_of(rows: int) -> Tensor:
 
 
 def attend(form: FreqKV, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
-    return FreqCore(form, SdpaCore(), turn_of(form.capacity), False)(q, k, v, documents=documents)
+    turn = turns(form, turn_of(form.capacity), len(q), documents)
+    return FreqCore(form, SdpaCore(), turn, False)(q, k, v, documents=documents)
 
 
 def expected(form: FreqKV, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from megaponder.config.resolve import resolve
 from megaponder.config.schema import RunConfig
 from megaponder.monitor.throughput import Costs
 from megaponder.plan.flops import attention_flops, inference_flops, mean_executed, mean_needed, step_flops
+from megaponder.plan.freqkv import compression_flops
 from megaponder.plan.layer import key_flops
 from megaponder.ponder.settings import method_of
 
@@ -226,6 +228,25 @@ def test_depth_attention_by_hand() -> None:
     cfg.model.num_kv_heads = 4  # a quarter of it for values, and scores of all heads or of their mean
     assert mixed(query="mean_prob", passes="within") == pytest.approx((4 + 1) / 8 * 2 * sum(range(2, 25)))
     assert mixed(passes="within") == pytest.approx(2 / 8 * 2 * sum(range(2, 25)))
+
+
+def test_freqkv_by_hand() -> None:
+    """Keys of every token counted one by one, and compressions of the published setting: 3 of 8192 tokens."""
+    model = config("llama-tiny").model
+    model.freqkv = {"capacity": 12, "sink": 2, "ratio": 0.5}  # seven rows of memory, five tokens a block
+    for tokens in (12, 13, 17, 40):
+        keys = sum(t + 1 if t < 7 else 7 + (t - 7) % 5 + 1 for t in range(tokens))
+        assert attention_flops(model, tokens, 1) * tokens == pytest.approx(4 * 2 * 32 * keys)
+    assert compression_flops(model, 12) == 0
+    assert compression_flops(model, 13) * 13 == pytest.approx(2 * 32 * 2 * 10 * 5)
+    cfg = config("llama-410m")
+    cfg.model.max_positions, cfg.data.sequence_length = 8192, 8192
+    plain = step_flops(cfg, method_of(cfg)).passes[0]
+    cfg.model.freqkv = {"capacity": 4096}
+    found = step_flops(cfg, method_of(cfg)).passes[0]
+    ffts = sum(2.5 * n * math.log2(n) + 6 * n for n in (4092, 2046))
+    assert found.compression == pytest.approx(24 * 2 * 1024 * 3 * ffts / 8192)
+    assert found.linear == plain.linear and found.attention < 0.75 * plain.attention
 
 
 @pytest.mark.parametrize(("window", "slots"), [(0, 1), (5, 1), (5, 3), (16, 2), (40, 2)])

@@ -31,6 +31,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "rotated-norm": {"family": "llama", "qk_norm": "rotated", "num_kv_heads": 2, "activation": "relu"},
     "depth": {"family": "llama", "depth_attention": {"sources": "all"}},
     "depth-gqa": {"family": "llama", "num_kv_heads": 2, "depth_attention": {"values": "raw", "own": "residual"}},
+    "freqkv": {"family": "llama", "freqkv": {"capacity": 30}},
+    "freqkv-gqa": {"family": "qwen3", "num_kv_heads": 2, "freqkv": {"capacity": 24, "sink": 1, "ratio": 0.7}},
     "wide-heads": {"family": "llama", "head_size": 24, "num_kv_heads": 2, "qkv_bias": True, "activation": "gelu"},
 }
 TOKENS, BATCH, VOCAB = 64, 2, 512

@@ -13,6 +13,7 @@ from megaponder.config.schema import RunConfig
 from megaponder.plan.parameters import model_parameters, rank_parameters
 
 PUBLISHED = {
+    "llama-2-7b": 6_738_415_616,
     "llama-3.2-1b": 1_235_814_400,
     "qwen2.5-0.5b": 494_032_768,
     "qwen3-0.6b": 596_049_920,
