@@ -4,7 +4,7 @@
     python -m benchmarks.decoding depth copy queue --sizes 1.4b 7b      on a GPU
 
 depth   time and FLOPs saved where 30, 50 and 70 % of a token's passes are left out, in prompts and in decoding, and the
-        bytes of keys and values; all rows alternate within one run, and medians are shown
+        bytes of keys and values; all rows alternate within a run; medians are shown, of what a round saves, too
 copy    a model of four fixed passes, one text: bytes of weights read a second against the rate of a plain copy
 queue   tokens a second of a queue of four batches, against the export's `generate` in transformers, batch after batch
 speculate   greedy texts of trained runs (--runs), drafted by their early passes: tokens a round, and traversals of the
@@ -20,7 +20,7 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -105,38 +105,42 @@ def texts(count: int, shortest: int, longest: int, vocab: int) -> list[list[int]
     return [torch.randint(1, vocab, (n,), generator=draw).tolist() for n in lengths]
 
 
-def by_depth(size: str, dtype: str, args: Any) -> list[dict[str, Any]]:
-    """Prompts and decoding at each batch and depth."""
+def by_depth(size: str, dtype: str, args: Any) -> Iterator[list[dict[str, Any]]]:
+    """Prompts and decoding at each batch and depth, batch by batch."""
     nets = {DEPTHS[0]: build(size, "pruned_ponderlm", {"steps": 3, "depth": DEPTHS[0]}, dtype, args.vocab)}
     for depth in DEPTHS[1:]:
         nets[depth] = with_depth(nets[DEPTHS[0]], depth)
-    rows = []
     for batch in args.batches:
         length = max(args.prompt // batch, 8)
         prompt = torch.tensor(texts(batch, length, length, args.vocab), device="cuda" if GPU else "cpu")
         works: dict[tuple[str, float], Callable[[], dict[str, float]]] = {}
         for depth, net in nets.items():
-            works["prompt", depth] = partial(read, net, prompt)
-            engine = DepthBatch(net, rows=batch, tokens=max(256 if GPU else 0, args.new + 16))
-            works["decode", depth] = partial(write_texts, engine, batch, args)
+            if "prompt" in args.what:
+                works["prompt", depth] = partial(read, net, prompt)
+            if "decode" in args.what:
+                engine = DepthBatch(net, rows=batch, tokens=max(256 if GPU else 0, args.new + 16))
+                works["decode", depth] = partial(write_texts, engine, batch, args)
         times: dict[tuple[str, float], list[float]] = {key: [] for key in works}
         done: dict[tuple[str, float], dict[str, float]] = {}
-        for i in range(args.rounds + 1):
-            for key, work in works.items():
-                spent = timed(partial(keep_result, done, key, work))
+        warm = list(works) if GPU else [key for key in works if key[1] == DEPTHS[-1]]
+        for i, order in enumerate([warm, *[list(works)[:: 1 - 2 * (i % 2)] for i in range(args.rounds)]]):
+            for key in order:
+                spent = timed(partial(keep_result, done, key, works[key]))
                 if i:
                     times[key].append(spent)
+        rows = []
         for (what, depth), measured in times.items():
             whole, found = done[what, DEPTHS[0]], done[what, depth]
-            before, after = statistics.median(times[what, DEPTHS[0]]), statistics.median(measured)
+            saved = [1 - after / before for after, before in zip(measured, times[what, DEPTHS[0]], strict=True)]
+            after = statistics.median(measured)
             rows.append(
                 {"size": size, "dtype": dtype, "what": what, "batch": batch, "depth": found["rows"] / found["tokens"],
                  "halted": 1 - found["rows"] / whole["rows"], "seconds": after,
                  "tokens_s": found["tokens"] / after, "flops_saved": 1 - found["flops"] / whole["flops"],
-                 "time_saved": 1 - after / before, "bytes": found.get("bytes"), "needed_bytes": found.get("needed")}
+                 "time_saved": statistics.median(saved), "bytes": found["bytes"], "needed_bytes": found["needed"]}
             )  # fmt: skip
             print(rows[-1], flush=True)
-    return rows
+        yield rows
 
 
 def keep_result(done: dict[Any, Any], key: Any, work: Callable[[], Any]) -> None:
@@ -152,14 +156,14 @@ def with_depth(net: Any, depth: float) -> Any:
     return other
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def read(net: Any, ids: torch.Tensor) -> dict[str, float]:
     """A forward over prompts [b, n] that fills a cache."""
     cache = PonderCache(net.config.num_hidden_layers)
     net(ids, past_key_values=cache, logits_to_keep=1)
     c, slots = net.config, cache.slots
     assert slots is not None
-    needed = slots.used * c.num_hidden_layers * 2 * c.num_key_value_heads * c.head_size * slots.keys[0].element_size()
+    needed = slots.used * c.num_hidden_layers * 2 * c.num_key_value_heads * c.head_size * slots.pool[0].element_size()
     work = flops(net, ids.numel(), slots.used, ids.shape[1] / 2)
     return {"rows": slots.used, "tokens": ids.numel(), "flops": work, "bytes": slots.bytes, "needed": needed}
 
@@ -285,10 +289,12 @@ def table(found: dict[str, list[dict[str, Any]]], args: Any) -> str:
     """The Markdown report."""
     lines = [f"# Decoding by depth\n\n{origin()}. Llama shapes, vocabulary {args.vocab:,}, random weights.\n"]
     if rows := found["depth"]:
+        clock = "" if GPU else f" ({torch.get_num_threads()} threads)"
+        clock = " (CPU time of one thread)" if CPU_TIME else clock
         lines += [
             f"Four passes at most. Prompts: {args.prompt} tokens in all, through the exported model's forward. "
             f"Decoding: a queue of two batches of short prompts, {args.new} new tokens each. "
-            f"Median of {args.rounds} alternating rounds{' (CPU time of one thread)' if CPU_TIME else ''}. "
+            f"Medians of {args.rounds} alternating rounds, of times and of what each round saves{clock}. "
             "K/V: bytes held against the sum of depths (in decoding: with pages of 16 slots).\n",
             "| model | | batch | depth | left out | tokens/s | FLOPs saved | time saved | time / FLOPs saved | K/V |",
             "|---|---|---|---|---|---|---|---|---|---|",
@@ -347,6 +353,8 @@ def main(argv: list[str] | None = None) -> None:
     formats = ("bf16", "fp8") if GPU else ("fp32", "bf16")
     options.add_argument("--dtypes", nargs="+", choices=formats, default=[formats[0]], help="formats of the layers")
     options.add_argument("--runs", nargs="*", type=Path, default=[], metavar="RUN", help="trained runs that speculate")
+    kinds = ("prompt", "decode")
+    options.add_argument("--what", nargs="+", choices=kinds, default=kinds, help="what `depth` measures; default: both")
     options.add_argument("--batches", nargs="+", type=number(1), default=[1, 8, 32], help="texts at once")
     for name, kind, value, what in (
         ("vocab", number(32), 50304, "vocabulary"),
@@ -359,6 +367,8 @@ def main(argv: list[str] | None = None) -> None:
     args = options.parse_args(argv)
     found: dict[str, list[dict[str, Any]]] = {"depth": [], "copy": [], "queue": [], "speculate": []}
     name = "decoding-cuda" if GPU else "decoding-cpu"
+    if len(args.what) == 1:
+        name += f"-{args.what[0]}"
 
     def keep(part: str, rows: list[dict[str, Any]]) -> None:
         found[part] += rows
@@ -376,7 +386,8 @@ def main(argv: list[str] | None = None) -> None:
                 keep("copy", [against_copy(size, dtype, args)])
             keep("copy", [against_copy(args.sizes[0], dtype, args)])
         if "depth" in args.parts:
-            keep("depth", by_depth(args.sizes[0], dtype, args))
+            for batch in by_depth(args.sizes[0], dtype, args):
+                keep("depth", batch)
         if "queue" in args.parts:
             for method, chosen in (("loop", {"extra_passes": 3}), ("pruned_ponderlm", {"steps": 3, "depth": 2.0})):
                 keep("queue", [against_export(args.sizes[0], dtype, method, chosen, args)])

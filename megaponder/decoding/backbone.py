@@ -66,7 +66,7 @@ def make_norm(config: MegaponderConfig, width: int) -> nn.Module:
 
 
 def rotary_tables(config: MegaponderConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    """cos and sin [b, 1, r, d] of the rotated part of a head, computed in float32; None for learned positions.
+    """cos and sin [b, r, 1, d] of the rotated part of a head, computed in float32; None for learned positions.
 
     The sine has the sign of what it multiplies in `rotate`.
     """
@@ -76,7 +76,7 @@ def rotary_tables(config: MegaponderConfig, positions: Tensor, dtype: torch.dtyp
     scaling, longest = feature(config, "rotary_scaling"), config.max_position_embeddings
     tokens = positions.max() + 1 if scaling.get("rope_type") == "dynamic" and positions.numel() else None
     inverse, factor = frequencies(size, config.rotary_base, scaling, longest, tokens, positions.device)
-    angle = positions[:, None, :, None].float() * inverse
+    angle = positions[..., None, None].float() * inverse
     cos, sin = factor * angle.cos(), factor * angle.sin()
     if feature(config, "rotary_pairs") == "adjacent":
         cos, sin = cos.repeat_interleave(2, dim=-1), torch.stack([-sin, sin], dim=-1).flatten(-2)
@@ -86,16 +86,16 @@ def rotary_tables(config: MegaponderConfig, positions: Tensor, dtype: torch.dtyp
 
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor], adjacent: bool) -> Tensor:
-    """Rotary embedding of the leading part of each head, of its halves or of neighbours; x [b, heads, r, head size]."""
+    """Rotary embedding of the leading part of each head, of its halves or of neighbours; x [b, r, heads, head size], or
+    with its dimensions in another order if the tables have the same."""
     cos, sin = tables
-    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    if adjacent:
-        across = torch.stack([turned[..., 1::2], turned[..., 0::2]], dim=-1).flatten(-2)
-    else:
-        first, second = turned.chunk(2, dim=-1)
-        across = torch.cat([second, first], dim=-1)
-    turned = turned * cos + across * sin
-    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+    size = cos.shape[-1]
+    turned, rest = x[..., :size], x[..., size:]
+    first, second = (slice(0, None, 2), slice(1, None, 2)) if adjacent else (slice(size // 2), slice(size // 2, None))
+    out = turned * cos
+    out[..., first].addcmul_(turned[..., second], sin[..., first])
+    out[..., second].addcmul_(turned[..., first], sin[..., second])
+    return torch.cat([out, rest], dim=-1) if rest.shape[-1] else out
 
 
 def weigh(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -147,24 +147,30 @@ class Attention(nn.Module):
             v = view.values(entry, x, v)
         if self.qk_norm == "all":
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (y.unflatten(-1, (-1, self.size)).transpose(1, 2) for y in (q, k, v))
+        q, k, v = (y.unflatten(-1, (-1, self.size)) for y in (q, k, v))
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         if tables is not None:  # as one tensor: where rows are few, the number of operations is what takes time
-            turned = rotate(torch.cat([q, k], dim=1), tables, self.adjacent)
-            q, k = turned.split([q.shape[1], k.shape[1]], dim=1)  # an engine's rank has some of the heads
+            turned = rotate(torch.cat([q, k], dim=2), tables, self.adjacent)
+            q, k = turned.split([q.shape[2], k.shape[2]], dim=2)  # an engine's rank has some of the heads
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         if self.qk_norm == "rotated":
             q, k = unit(q), unit(k)
         made: tuple[Tensor, ...] = ()
         if self.depth is not None:
             mixed = mix(self.depth, q, k, v, sources)
             made, v = (k, v if self.depth.values == "raw" else mixed), mixed
+        out, k, v = self.read(view, entry, q, k, v, before)
+        return self.o_proj(out.transpose(1, 2).flatten(2)), k, v, *made
+
+    def read(
+        self, view: View, entry: int, q: Tensor, k: Tensor, v: Tensor, before: tuple[Tensor, ...] = ()
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What rows [b, heads, r, d] read through a view; the keys and values that it makes of theirs."""
         if view.attends:
-            out = view.attend(self, entry, q, k, v)
-            return self.o_proj(out.transpose(1, 2).flatten(2)), k, v, *made
+            return view.attend(self, entry, q, k, v), k, v
         k, v, own_k, own_v = view.join(entry, k, v, before)
-        out = view.collected(self.softmax(view.spread(q), k, v, view.mask, view.weight))
-        return self.o_proj(out.transpose(1, 2).flatten(2)), own_k, own_v, *made
+        return view.collected(self.softmax(view.spread(q), k, v, view.mask, view.weight)), own_k, own_v
 
     def softmax(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, weight: Tensor | None) -> Tensor:
         """[b, heads, r, d] of queries over keys and values [b, groups, k, d]; mask and weight: see `View`."""

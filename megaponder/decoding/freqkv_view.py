@@ -140,7 +140,7 @@ class CompressedView(View):
         f, wide = self.feature, torch.promote_types(keys.dtype, torch.float32)
         tables = rotary_tables(module.config, torch.arange(f.capacity, device=keys.device)[None], wide)
         assert tables is not None
-        cos, sin = tables
+        cos, sin = (x.transpose(1, 2) for x in tables)
         size = (cos.square() + sin.square())[..., f.sink :, :]  # YaRN's factor, twice
         back = cos[..., f.sink :, :] / size, -sin[..., f.sink :, :] / size
         again = cos[..., f.sink : f.memory, :], sin[..., f.sink : f.memory, :]

@@ -33,24 +33,30 @@ class Packed(View):
     def join(self, entry: int, k: Tensor, v: Tensor, before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         k, v = k[0].transpose(0, 1), v[0].transpose(0, 1)
         if self.store.stored:
-            k, v = self.store.write(entry % self.layers, self.slots, k, v)
-        elif before and self.store.merge:
-            k, v = torch.cat([before[0], k]), torch.cat([before[1], v])
-        elif before:
-            k, v = before[0].index_copy(0, self.slots, k), before[1].index_copy(0, self.slots, v)
-        found = [x.index_select(0, self.table.flatten()).unflatten(0, self.table.shape).transpose(1, 2) for x in (k, v)]
-        return (*found, k, v)
+            self.store.write(entry % self.layers, self.slots, k, v)
+            read = self.store.read(entry % self.layers, self.table)
+        else:
+            if before and self.store.merge:
+                k, v = torch.cat([before[0], k]), torch.cat([before[1], v])
+            elif before:
+                k, v = before[0].index_copy(0, self.slots, k), before[1].index_copy(0, self.slots, v)
+            read = (k[self.table], v[self.table])
+        return (*(x.transpose(1, 2) for x in read), k, v)
 
     def kept(self, before: tuple[Tensor, ...], k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         return () if self.store.stored else (k, v)
 
     def spread(self, q: Tensor) -> Tensor:
+        if self.shape[0] == 1 and self.place is None:
+            return q
         q = q[0].transpose(0, 1)
         if self.place is not None:
             q = q.new_zeros(self.shape[0] * self.shape[1], *q.shape[1:]).index_copy(0, self.place, q)
         return q.unflatten(0, self.shape).transpose(1, 2)
 
     def collected(self, out: Tensor) -> Tensor:
+        if self.shape[0] == 1 and self.place is None:
+            return out
         out = out.transpose(1, 2).flatten(0, 1)
         return (out if self.place is None else out[self.place]).transpose(0, 1)[None]
 
@@ -66,8 +72,9 @@ def packed(
             positions[None], None, None, None, (nothing, nothing), store, slots, slots[None], None, (1, 0), layers
         )
     there, rows = torch.unique_consecutive(seq, return_counts=True)
-    shape = (len(there), int(rows.max()))
-    keys, key_token = store.keys_of(index, there, int(token.max()))
+    most, last = torch.stack([rows.max(), token.max()]).tolist()
+    shape = (len(there), most)
+    keys, key_token = store.keys_of(index, there, last)
     place, row_token = None, token.view(-1, 1)
     if shape[0] * shape[1] != len(seq):
         line = torch.arange(shape[0], device=seq.device).repeat_interleave(rows)

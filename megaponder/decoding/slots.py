@@ -33,16 +33,15 @@ class Slots:
         self.merge, self.stored, self.budget, self.used = merge, stored, budget, 0
         self.table = torch.full((sequences, 0, 0), -1, dtype=torch.long, device=device)
         """[b, p, t] the slot of each pass of each token; -1: none."""
-        self.keys: list[Tensor] = []
-        """By layer, [capacity, groups, d]."""
-        self.values: list[Tensor] = []
+        self.pool: list[Tensor] = []
+        """By layer, keys and values [capacity, 2, groups, d]."""
         self.weight: Tensor | None = None
         """[capacity] added to the attention logits of a slot's key; None: 0."""
 
     @property
     def bytes(self) -> int:
         """Of all keys and values held, spare capacity included."""
-        return sum(x.numel() * x.element_size() for x in (*self.keys, *self.values))
+        return sum(x.numel() * x.element_size() for x in self.pool)
 
     def extend(self, tokens: int) -> None:
         """Make room in the table for new tokens of every sequence."""
@@ -75,17 +74,21 @@ class Slots:
         passes = torch.arange(self.table.shape[1], device=self.table.device)
         return passes[(passes % self.budget if self.budget else passes) >= index]
 
-    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v [m, groups, d]; returns all keys and values of the layer."""
-        for pool, new in ((self.keys, k), (self.values, v)):
-            if layer == len(pool):
-                pool.append(new.new_zeros(0, *new.shape[1:]))
-            if len(pool[layer]) < self.used:
-                held, pool[layer] = pool[layer], new.new_empty(self.used + self.used // SPARE, *new.shape[1:])
-                if len(held):
-                    pool[layer][: len(held)] = held
-            pool[layer].index_copy_(0, slots, new)
-        return self.keys[layer], self.values[layer]
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store k, v [m, groups, d]."""
+        new = torch.stack([k, v], dim=1)
+        if layer == len(self.pool):
+            self.pool.append(new[:0])
+        if len(held := self.pool[layer]) < self.used:
+            self.pool[layer] = new.new_empty(self.used + self.used // SPARE, *new.shape[1:])
+            if len(held):
+                self.pool[layer][: len(held)] = held
+        self.pool[layer].index_copy_(0, slots, new)
+
+    def read(self, layer: int, table: Tensor) -> tuple[Tensor, ...]:
+        """Keys and values [s, k, groups, d] of slots [s, k]."""
+        found = self.pool[layer].index_select(0, table.flatten()).unflatten(0, table.shape)
+        return found.unbind(2)
 
     def keys_of(self, index: int, seq: Tensor, last: int) -> tuple[Tensor, Tensor]:
         """(slots, tokens) [s, k]: what pass `index` of sequences `seq` [s] may read up to token `last`; -1: nothing."""
@@ -102,7 +105,7 @@ class Slots:
         held, inverse = torch.unique(self.table[self.table >= 0], return_inverse=True)
         self.table[self.table >= 0] = inverse
         self.used = len(held)
-        self.keys, self.values = ([x[held] for x in pool] for pool in (self.keys, self.values))
+        self.pool = [x[held] for x in self.pool]
         self.weight = None if self.weight is None else self.weight[held]
 
     def crop(self, tokens: int) -> None:

@@ -16,7 +16,7 @@ from megaponder.decoding.backbone import feature, wide
 from megaponder.decoding.budget import entry_of
 from megaponder.decoding.depth_attention import Entries
 from megaponder.decoding.method import DecodingMethod
-from megaponder.decoding.packed import packed
+from megaponder.decoding.packed import Packed, packed
 from megaponder.decoding.passes import Run
 from megaponder.decoding.slots import Slots
 
@@ -176,25 +176,68 @@ class Stepwise(DecodingMethod):
         positions (for RoPE), seq, token [m]: where in the table of `slots` each token belongs.
         """
         net = model.model
-        state, kept = self.begin(model, ids, positions), [()] * len(net.layers)
-        left, done, order = torch.arange(len(ids), device=ids.device), [], []
-        depth = torch.zeros_like(left)
-        earlier: Entries = []
-        for index in range(self.deepest()):
-            if not len(left) and not model.training:  # in training every gate must get a gradient
-                break
-            depth[left] = index + 1
-            view = packed(slots, len(net.layers), index, seq[left], token[left], positions[left])
-            view.of_all = earlier
-            h = net.stack(state["x"][None], index, view, kept)[0]
-            go_on = self.leave(model, index, h, state, positions[left])
-            if isinstance(go_on, bool):
-                go_on = torch.full_like(left, go_on, dtype=torch.bool)
-            if not len(left) or not go_on.all():
-                done.append(state["out"][~go_on])
-                order.append(left[~go_on])
-                left, state = left[go_on], {name: x[go_on] for name, x in state.items()}
-                earlier = [(k[:, :, go_on], w[:, :, go_on]) for k, w in earlier]
-            if index + 1 < self.deepest():
-                self.enter(model, index, state)
-        return torch.cat(done)[torch.cat(order).argsort()], depth
+        front, kept = Front(self, model, ids, positions, seq, token, slots), [()] * len(net.layers)
+        while not front.ended:
+            front.advance(net.stack(front.state["x"][None], front.index, front.view(), kept)[0])
+        return torch.cat(front.done)[torch.cat(front.order).argsort()], front.depth
+
+
+class Front:
+    """Tokens of the same pass, ordered by sequence; those that halt stay behind.
+
+    positions (for RoPE), seq, token [m]: where in the table of `slots` each token belongs.
+    """
+
+    def __init__(
+        self, method: Stepwise, model: Any, ids: Tensor, positions: Tensor, seq: Tensor, token: Tensor, slots: Slots
+    ):
+        self.method, self.model, self.slots, self.index = method, model, slots, 0
+        self.positions, self.seq, self.token = positions, seq, token
+        self.state = method.begin(model, ids, positions)
+        self.left = torch.arange(len(ids), device=ids.device)
+        """Which tokens go on."""
+        self.depth = torch.zeros_like(self.left)
+        """[m] passes that each has run."""
+        self.done: list[Tensor] = []
+        """What is read out of those that have halted, and, in `order`, which they are."""
+        self.order: list[Tensor] = []
+        self.earlier: Entries = []
+
+    @property
+    def ended(self) -> bool:
+        # in training every gate must get a gradient, so that passes without rows run, too
+        return self.index == self.method.deepest() or not (len(self.left) or self.model.training)
+
+    @property
+    def at(self) -> Tensor:
+        """Positions of the tokens that go on."""
+        return self.positions[self.left]
+
+    def view(self) -> Packed:
+        """What the next pass reads; notes that it runs."""
+        left = self.left
+        self.depth[left] = self.index + 1
+        layers = len(self.model.model.layers)
+        view = packed(self.slots, layers, self.index, self.seq[left], self.token[left], self.at)
+        view.of_all = self.earlier
+        return view
+
+    def advance(self, h: Tensor) -> None:
+        """Take in what the pass made of "x" (without the final norm)."""
+        go_on = self.method.leave(self.model, self.index, h, self.state, self.at)
+        if isinstance(go_on, bool):
+            go_on = torch.full_like(self.left, go_on, dtype=torch.bool)
+        self.sift(go_on, self.state)
+        if self.index < self.method.deepest():
+            self.method.enter(self.model, self.index - 1, self.state)
+
+    def sift(self, go_on: Tensor, state: State) -> None:
+        """Keep the rows that `go_on` [r] to the next pass, with their state."""
+        self.state, self.index = state, self.index + 1
+        keep = go_on.nonzero()[:, 0]
+        if len(keep) < len(go_on) or not len(keep):
+            gone = (~go_on).nonzero()[:, 0]
+            self.done.append(state["out"].index_select(0, gone))
+            self.order.append(self.left[gone])
+            self.left, self.state = self.left[keep], {name: x.index_select(0, keep) for name, x in state.items()}
+            self.earlier = [(k[:, :, keep], w[:, :, keep]) for k, w in self.earlier]

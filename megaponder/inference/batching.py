@@ -2,8 +2,9 @@
 
 A row that halts takes its next token in the very next step, so no row waits for deeper ones, and a text that ends makes
 room for the next of the queue.  A row takes one slot of keys and values a step (with a budget, in the end one that it
-has): memory is the sum of depths, in pages.  Prompts run all but their last token beforehand, in chunks, each pass with
-the rows that go on; where every row reads all rows before it, they run token by token, as texts do.
+has): memory is the sum of depths, in pages.  Prompts run all but their last token in chunks, each pass with the rows
+that go on: beforehand where steps are captured or compiled, else as further rows of other texts' steps.  Where every
+row reads all rows before it, they run token by token, as texts do.
 
 On a GPU the layer is compiled, steps are captured as CUDA graphs, by number of rows and of keys, and nothing waits for
 the host between looks at which texts have ended.
@@ -27,6 +28,7 @@ from megaponder.decoding.steps import State
 from megaponder.errors import UserError
 from megaponder.inference.book import PAGE, Book, begin_step, compiled_steps, end_step
 from megaponder.inference.one_row import Stack, has_kernels
+from megaponder.inference.prompts import Prompts
 
 KEYS = 256
 """Captured steps read a multiple of so many keys."""
@@ -68,6 +70,8 @@ class Counts:
     """Row-passes of steps."""
     prompt_rows: int = 0
     """Row-passes of prompts."""
+    beside: int = 0
+    """Those of them that ran beside the rows of steps."""
     preempted: int = 0
     graphs: int = 0
     most_slots: int = 0
@@ -92,9 +96,11 @@ class Pages(Slots):
         self.pass_of = torch.zeros((pages + 1) * PAGE, dtype=torch.int8, device=device)
         """The pass that each slot belongs to."""
         shape = ((pages + 1) * PAGE, config.num_key_value_heads, config.head_size)
-        for _ in range(config.num_hidden_layers):
-            self.keys.append(torch.zeros(shape, dtype=model.dtype, device=device))
-            self.values.append(torch.zeros(shape, dtype=model.dtype, device=device))
+        self.keys, self.values = (
+            [torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(config.num_hidden_layers)]
+            for _ in range(2)
+        )
+        """By layer, [slots, groups, d]: apart, as kernels read them."""
 
     def reserve(self, row: int, slots: int) -> bool:
         """Give a row pages for so many slots in all; False if there are not enough."""
@@ -135,10 +141,16 @@ class Pages(Slots):
             self.table[seq[:, None], self.readers(index), token[:, None]] = slots[:, None]
         return slots
 
-    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def bytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in (*self.keys, *self.values))
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         self.keys[layer].index_copy_(0, slots, k)
         self.values[layer].index_copy_(0, slots, v)
-        return self.keys[layer], self.values[layer]
+
+    def read(self, layer: int, table: Tensor) -> tuple[Tensor, ...]:
+        return self.keys[layer][table], self.values[layer][table]
 
 
 class DepthBatch:
@@ -204,6 +216,12 @@ class DepthBatch:
         self.slots = Pages(model, rows, self.deepest, self.tokens, pages, method.merge, self.budget)
         self.compiled = cuda if compiled is None else compiled
         self._stack = Stack.of(model, self.compiled, has_kernels(model) if kernels is None else kernels)
+        self.rides = not self.graphs and not self.compiled
+        """Whether prompts run beside the rows of steps."""
+        self.prompts: list[Prompts] = []
+        """Those that have not run to the end."""
+        self.waiting: dict[int, Request] = {}
+        """Texts of their rows."""
         self._steps: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         device = model.device
@@ -234,8 +252,12 @@ class DepthBatch:
                     f"a prompt of {request.prompt} tokens and {max_new_tokens} new ones exceed the longest text of "
                     f"{self.tokens}; request fewer."
                 )
-        while queue or work:
+        self.prompts.clear()
+        while queue or work or self.prompts:
             self._admit(queue, work)
+            if not work or not self.rides:
+                self._run_prompts()
+            self._begin(work)
             if work:
                 self._make_room(queue, work)
                 self._advance(sorted(work))
@@ -243,33 +265,54 @@ class DepthBatch:
         return [out[i] for i in sorted(out)]
 
     def _admit(self, queue: deque[Request], work: dict[int, Request]) -> None:
-        """Fill free rows from the queue, and run their prompts."""
-        new = []
+        """Fill free rows from the queue."""
+        new: dict[int, Request] = {}
         for row in range(self.rows):
-            if not queue or row in work:
+            if not queue or row in work or row in self.waiting:
                 continue
             request = queue[0]
             if not self.slots.reserve(row, (len(request.text) - 1) * self.slots_each + self.look):
-                if not work:
+                if not work and not new and not self.waiting:
                     raise UserError(
                         f"a prompt of {len(request.text)} tokens needs more than the {len(self.slots.free)} pages of "
                         "keys and values that there are; give more."
                     )
                 break
-            queue.popleft()
-            work[row] = request
-            new.append(row)
+            new[row] = queue.popleft()
             self.book.text[row, : len(request.text)] = torch.tensor(request.text, device=self.book.text.device)
             self.slots.table[row] = -1
-        if not new:
+        self.waiting |= new
+        short = [row for row in new if self._ahead(row) == 0]  # these wait for no others
+        for rows in (short, [row for row in new if row not in short]):
+            if rows:
+                texts = {row: self.waiting[row].text[: self._ahead(row)] for row in rows}
+                given = (self.model, self.method, self.slots, texts, self.chunk, self.book.depth)
+                self.prompts.append(Prompts(*given))
+
+    def _ahead(self, row: int) -> int:
+        """Tokens of a text that run before its steps."""
+        return 0 if self.method.every else len(self.waiting[row].text) - 1
+
+    def _run_prompts(self) -> None:
+        """Run prompts to the end, without steps."""
+        for prompts in self.prompts:
+            prompts.run()
+
+    def _begin(self, work: dict[int, Request]) -> None:
+        """Take up the texts whose prompts have run."""
+        ended = [prompts for prompts in self.prompts if prompts.front is None]
+        if not ended:
             return
-        known = [len(work[row].text) for row in new]
-        last = [0 if self.method.every else n - 1 for n in known]
-        self._prompts({row: work[row].text[:n] for row, n in zip(new, last, strict=True)})
-        for row in new:  # tokens that halted need less than was reserved
-            self.slots.trim(row, self.slots.cursor[row] + self.look)
+        self.prompts = [prompts for prompts in self.prompts if prompts.front is not None]
+        self.counts.prompt_rows += sum(prompts.passes for prompts in ended)
+        new = [row for prompts in ended for row in prompts.rows]
+        last = [self._ahead(row) for row in new]
+        for row in new:
+            work[row] = self.waiting.pop(row)
+            self.slots.trim(row, self.slots.cursor[row] + self.look)  # tokens that halted need less than was reserved
         rows = torch.tensor(new, device=self.book.text.device)
         used, most = ([self.slots.cursor[row] for row in new], [work[row].most for row in new])
+        known = [len(work[row].text) for row in new]
         book = self.book
         for tensor, values in ((book.at, last), (book.used, used), (book.known, known), (book.most, most)):
             tensor[rows] = torch.tensor(values, device=rows.device)
@@ -277,19 +320,14 @@ class DepthBatch:
         self._at = self.book.at.tolist()
         self._pass |= dict.fromkeys(new, 0)
 
-    def _prompts(self, texts: dict[int, list[int]]) -> None:
-        """Keys and values of prompts, in chunks of rows."""
-        cells = [(row, i, word) for row, text in texts.items() for i, word in enumerate(text)]
-        for begin in range(0, len(cells), self.chunk):
-            seq, token, ids = torch.tensor(cells[begin : begin + self.chunk], device=self.book.text.device).T
-            _, depth = self.method.passes(self.model, ids, token, seq, token, self.slots)
-            self.book.depth[seq, token] = depth
-            self.counts.prompt_rows += int(depth.sum())
-
     def _make_room(self, queue: deque[Request], work: dict[int, Request]) -> None:
         """Pages for the next steps; where none are left, the texts that hold fewest go back to the queue's front."""
         for row in sorted(work, key=lambda r: -self.slots.cursor[r]):
             while row in work and not self.slots.reserve(row, self.slots.cursor[row] + self.look):
+                if self.prompts:  # then they need no more than what they have, and rows of theirs can give way, too
+                    self._run_prompts()
+                    self._begin(work)
+                    continue
                 weakest = min(work, key=lambda r: self.slots.cursor[r])
                 if weakest == row and len(work) == 1:
                     raise UserError("one text needs more pages of keys and values than there are; give more.")
@@ -300,9 +338,11 @@ class DepthBatch:
                 self.slots.release(weakest)
                 queue.appendleft(request)
                 self.counts.preempted += 1
-        used = [self.slots.cursor[row] for row in work]
-        self.counts.most_slots = max(self.counts.most_slots, sum(used))
-        self.counts.most_pages = max(self.counts.most_pages, sum(len(self.slots.owned[row]) for row in work))
+        slots = self.slots
+        used, coming = ({row: slots.cursor[row] for row in rows} for rows in (work, self.waiting))
+        self.counts.most_slots = max(self.counts.most_slots, sum(used.values()) + sum(coming.values()))
+        held = sum(len(slots.owned[row]) for row in used) + sum(-(-count // PAGE) for count in coming.values())
+        self.counts.most_pages = max(self.counts.most_pages, held)
 
     def _collect(self, work: dict[int, Request], out: dict[int, Continuation]) -> None:
         """Hand out texts that have ended, and free their rows."""
@@ -378,15 +418,27 @@ class DepthBatch:
         if weight is not None:
             weight[step.slot] = state["key"].to(weight.dtype)
             weight = weight[step.found]
-        h = self._stack(state["x"], at, self.slots, step.slot, step.found, step.mask, weight)
+        riders, n = self.prompts if self.rides else [], len(lane)
+        fronts = [prompts.front for prompts in riders if prompts.front is not None]
+        beside = [(len(prompts.front.left), prompts.view()) for prompts in riders if prompts.front is not None]
+        if fronts:
+            state = {name: torch.cat([x, *(front.state[name] for front in fronts)]) for name, x in state.items()}
+            at = torch.cat([at, *(front.at for front in fronts)])
+            index = torch.cat([index, *(torch.full_like(front.left, front.index) for front in fronts)])
+        h = self._stack(state["x"], at, self.slots, step.slot, step.found, step.mask, weight, beside)
         go_on = torch.as_tensor(method.leave(model, index, h, state, at), device=h.device)
         if read and method.mixes:  # those that end need the head's logits, and those that go on, too: once for all
             state["head"] = wide(model.lm_head(state["out"]))
-        word = self._sample(state, go_on) if read else step.word
+        word = self._sample({name: x[:n] for name, x in state.items()}, go_on[:n]) if read else step.word
         self._enter(index, state, go_on)
+        begins = n
+        for prompts, (count, _) in zip(riders, beside, strict=True):
+            part, begins = slice(begins, begins + count), begins + count
+            prompts.sift(go_on[part], {name: state[name][part] for name in (*self.state, "out")})
+        self.counts.beside += begins - n
         for name, x in self.state.items():
-            x[lane] = state[name].to(x.dtype)
-        end(self.book, lane, step, go_on, word, self.eos)
+            x[lane] = state[name][:n].to(x.dtype)
+        end(self.book, lane, step, go_on[:n], word, self.eos)
 
     def _sample(self, state: State, go_on: Tensor) -> Tensor:
         """[n] the next token of rows that halt."""

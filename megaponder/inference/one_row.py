@@ -17,6 +17,7 @@ from megaponder.decoding.backbone import RMSNorm, feature, rotary_tables
 from megaponder.decoding.passes import View
 from megaponder.decoding.slots import Slots
 from megaponder.inference.fp8 import Linear8
+from megaponder.inference.prompts import Beside
 
 
 def has_kernels(model: Any) -> bool:
@@ -127,18 +128,25 @@ class Stack:
         found: Tensor,
         mask: Tensor,
         weight: Tensor | None = None,
+        beside: list[tuple[int, View]] | None = None,
     ) -> Tensor:
-        """[n, H] of x [n, H] at positions `at` [n], without the final norm.
+        """[r, H] of x [r, H] at positions `at` [r], without the final norm.
 
-        slot, found [n, k], mask: as in OneEach; weight [n, k] is added to the attention logits of these keys.
+        slot [n], found [n, k], mask: as in OneEach; weight [n, k] is added to the attention logits of these keys.
+        beside: the rows after the first n, and what they read.
         """
         tables, where = rotary_tables(self.net.config, at[None], x.dtype), (slot, found, mask, weight)
         if self.one_row is not None and len(x) == 1 and weight is None:
             return self.one_row(x, tables, slots, slot, found, mask)
         x = x[None]
-        for layer, weights, k, v in zip(self.net.layers, self.weights, slots.keys, slots.values, strict=True):
+        for i, (layer, weights, k, v) in enumerate(
+            zip(self.net.layers, self.weights, slots.keys, slots.values, strict=True)
+        ):
             if self.layer is None:
-                x = layer(x, None, tables, self._view(at, k, v, *where), 0)[0]
+                view: View = self._view(at, k, v, *where)
+                if beside:
+                    view = Beside(at[None], None, None, None, None, [(len(slot), view), *beside])
+                x = layer(x, None, tables, view, i)[0]
             else:
                 x = self.layer(weights, x, tables, at, k, v, *where)
         return x[0]
@@ -206,7 +214,7 @@ class OneRow:
     def __call__(self, x: Tensor, tables: Any, slots: Slots, slot: Tensor, found: Tensor, mask: Tensor) -> Tensor:
         attention, product = kernels().attention, kernels().product
         row, eps, adjacent = x[0], self.net.config.norm_eps, feature(self.net.config, "rotary_pairs") == "adjacent"
-        tables = None if tables is None else tuple(table[0, 0] for table in tables)
+        tables = None if tables is None else tuple(table[0, :, 0] for table in tables)
         size = self.net.config.head_size
         for i, (layer, (qkv, o, up, down)) in enumerate(zip(self.net.layers, self.matrices, strict=True)):
             gain = layer.input_layernorm.weight

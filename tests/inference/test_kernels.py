@@ -87,8 +87,8 @@ def test_attention_by_slots(
     def turn(x: Tensor) -> Tensor:
         if tables is None:
             return x.double()
-        wide = tuple(table.double()[None, None] for table in tables)
-        return rotate(x.double().transpose(0, 1)[None], wide, adjacent)[0].transpose(0, 1)  # type: ignore[arg-type]
+        cos, sin = (table.double()[None, :, None] for table in tables)
+        return rotate(x.double()[None], (cos, sin), adjacent)[0]
 
     want[0][slot], want[1][slot] = turn(k), v.double()
     got = attention(q, k, v, *pool, slot, found, mask, tables, adjacent)
