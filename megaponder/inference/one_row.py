@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from megaponder.decoding.backbone import RMSNorm, feature, rotary_tables
 from megaponder.decoding.passes import View
-from megaponder.decoding.slots import Slots
 from megaponder.inference.fp8 import Linear8
 from megaponder.inference.prompts import Beside
 
@@ -123,14 +122,14 @@ class Stack:
         self,
         x: Tensor,
         at: Tensor,
-        slots: Slots,
+        slots: Any,
         slot: Tensor,
         found: Tensor,
         mask: Tensor,
         weight: Tensor | None = None,
         beside: list[tuple[int, View]] | None = None,
     ) -> Tensor:
-        """[r, H] of x [r, H] at positions `at` [r], without the final norm.
+        """[r, H] of x [r, H] at positions `at` [r], without the final norm; `slots`: Pages.
 
         slot [n], found [n, k], mask: as in OneEach; weight [n, k] is added to the attention logits of these keys.
         beside: the rows after the first n, and what they read.
@@ -211,7 +210,7 @@ class OneRow:
         first = self.net.layers[0].self_attn.q_proj.weight
         return bool(first.data_ptr() == self.matrices[0][0].weight.data_ptr())
 
-    def __call__(self, x: Tensor, tables: Any, slots: Slots, slot: Tensor, found: Tensor, mask: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, tables: Any, slots: Any, slot: Tensor, found: Tensor, mask: Tensor) -> Tensor:
         attention, product = kernels().attention, kernels().product
         row, eps, adjacent = x[0], self.net.config.norm_eps, feature(self.net.config, "rotary_pairs") == "adjacent"
         tables = None if tables is None else tuple(table[0, :, 0] for table in tables)
