@@ -2,6 +2,7 @@
 
     python -m benchmarks.training methods                     one GPU
     torchrun --nproc-per-node 2 -m benchmarks.training two-gpus
+    torchrun --nproc-per-node 2 -m benchmarks.training long --steps 2 --warm 1
     python -m benchmarks.training --list
 
 A step is forward, backward, gradient reduction, clipping and AdamW of `--micro-batches` micro-batches of random tokens,
@@ -63,6 +64,7 @@ class Row:
     recompute: bool = False
     tensor: int = 1
     pipeline: int = 1
+    context: int = 1
     micro_batches: int | None = None
     features: dict[str, Any] = field(default_factory=dict)
     """Of the model."""
@@ -158,6 +160,18 @@ def _freqkv() -> list[Row]:
     return rows
 
 
+def _long() -> list[Row]:
+    layouts: tuple[tuple[str, dict[str, Any]], ...] = (("CP=2", {"context": 2}), ("TP=2 + SP", {"tensor": 2}))
+    return [
+        Row(f"{name}, {length // 1024}k tokens, {told}", "llama-1.4b", *method, batch=1, length=length, recompute=True,
+            graphs=False, micro_batches=1, features={"max_positions": length}, **sizes)
+        for length, told, method in (
+            (32768, "one pass", ("vanilla", {})), (32768, "four passes", LOOP), (131072, "one pass", ("vanilla", {})),
+        )
+        for name, sizes in layouts
+    ]  # fmt: skip
+
+
 TABLES: dict[str, list[Row]] = {
     "baseline": [*_paired("llama-410m", 8), *_paired("llama-1.4b", 4)],
     "methods": [
@@ -187,6 +201,7 @@ TABLES: dict[str, list[Row]] = {
         Row("TP=2 + SP, batch 8", "llama-1.4b", *LOOP, batch=8, micro_batches=2, tensor=2),
         Row("TP=2 + SP, batch 16", "llama-1.4b", *LOOP, batch=16, micro_batches=1, tensor=2),
     ],
+    "long": _long(),
 }
 """`one-gpu` is what the ratios of `two-gpus` refer to: run both in one call."""
 
@@ -198,9 +213,9 @@ def config(row: Row, micro_batches: int, world: int | None = None) -> RunConfig:
     cfg.ponder.method, cfg.ponder.options, cfg.ponder.skip_halted = row.method, dict(row.options), row.skip
     cfg.data.sequence_length = row.length
     p = cfg.parallel
-    p.tensor, p.pipeline, p.sequence = row.tensor, row.pipeline, row.tensor > 1
+    p.tensor, p.pipeline, p.context, p.sequence = row.tensor, row.pipeline, row.context, row.tensor > 1
     p.distributed_optimizer, p.recompute = True, "layer" if row.recompute else "none"
-    dp = world // (row.tensor * row.pipeline)
+    dp = world // p.replica
     cfg.train.steps, cfg.train.micro_batch = 100, row.batch
     cfg.train.global_batch = row.batch * micro_batches * dp
     cfg.precision.dtype, cfg.precision.implementation, cfg.precision.fp8 = "bf16", "te", row.fp8  # type: ignore[assignment]
@@ -389,7 +404,7 @@ def measure(row: Row, args: argparse.Namespace) -> dict[str, Any]:
         times.append(time.perf_counter() - start)
     devices = dist.get_world_size()
     seconds = statistics.median(times)
-    tokens = row.batch * count * row.length * (devices // (row.tensor * row.pipeline))
+    tokens = row.batch * count * row.length * (devices // (row.tensor * row.pipeline * row.context))
     engine = facts.pop("engine")
     rate = tokens / seconds / devices
     return {
@@ -463,9 +478,9 @@ def check_gpus(table: str) -> int:
     local, world = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if (cards := torch.cuda.device_count()) <= local:
         raise UserError(f"benchmarks.training needs a GPU for each of its processes; this machine has {cards}.")
-    if table == "two-gpus" and world != 2:
-        fix = "torchrun --nproc-per-node 2 -m benchmarks.training two-gpus"
-        raise UserError(f"two-gpus: {world} process(es), where its rows need 2; start it with {fix}.")
+    if table in ("two-gpus", "long") and world != 2:
+        fix = f"torchrun --nproc-per-node 2 -m benchmarks.training {table}"
+        raise UserError(f"{table}: {world} process(es), where its rows need 2; start it with {fix}.")
     return local
 
 

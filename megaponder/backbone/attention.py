@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megaponder.backbone.context import Context
 from megaponder.backbone.documents import Documents
 from megaponder.backbone.merged_attention import fused_is_possible, merged_causal
+from megaponder.backbone.shared_attention import shared_causal
 
 
 def _causal(rows_q: int, rows_k: int, device: torch.device, window: int = 0, slots: int = 1) -> Tensor:
@@ -72,7 +74,7 @@ class SdpaCore(nn.Module):
     """Causal softmax attention by PyTorch's fused kernels, within the config's window of tokens if it has one.
 
     `key_bias` [k rows, b] is added to the logits of its key; a token has `slots` rows; with `documents` it sees its own
-    document only.
+    document only.  With `context` q, k and v hold a part of the sequence, and q sees the whole.
     """
 
     def __init__(self, config: Any = None, *_: Any, softmax_scale: float | None = None, **__: Any):
@@ -88,7 +90,13 @@ class SdpaCore(nn.Module):
         key_bias: Tensor | None = None,
         slots: int = 1,
         documents: Documents | None = None,
+        context: Context | None = None,
     ) -> Tensor:
+        if context is not None:
+            if self._fused(q, k.shape[0] * context.size, slots, documents):
+                return self._shared(context, q, [k], [v], [key_bias])
+            k, v = context.gather(k), context.gather(v)
+            key_bias = None if key_bias is None else context.gather(key_bias)
         if key_bias is not None:
             d, scale = q.shape[-1], self.scale or q.shape[-1] ** -0.5
             return self._attend(widen_query(q), *widen_key(k, v, key_bias, scale), scale, slots, documents)[..., :d]
@@ -101,16 +109,23 @@ class SdpaCore(nn.Module):
         values: Sequence[Tensor],
         alive: Sequence[Tensor | None],
         documents: Documents | None = None,
+        context: Context | None = None,
     ) -> Tensor:
         """One softmax over several sets of keys of n rows each, causal in tokens within every set.
 
         `alive` [n, b] per set is false at missing keys; None: all exist.  A row that sees no key gets arbitrary finite
         values.
         """
-        n = keys[0].shape[0]
+        n = keys[0].shape[0] * (1 if context is None else context.size)
+        if self._fused(q, n, 1, documents):
+            biases = [None if a is None else self._absence(a) for a in alive]
+            if context is None:
+                return self._merged(q, keys, values, biases)
+            return self._shared(context, q, keys, values, biases)
+        if context is not None:
+            keys, values = ([context.gather(x) for x in sets] for sets in (keys, values))
+            alive = [None if a is None else context.gather(a.to(torch.uint8)) > 0 for a in alive]
         window = self.window if n > self.window else 0
-        if fused_is_possible(q) and not window and documents is None:  # no kernel that returns log-sums knows them
-            return self._merged(q, keys, values, alive)
         exists = [torch.ones(n, q.shape[1], dtype=torch.bool, device=q.device) if a is None else a for a in alive]
         seen = _causal(n, n, q.device, window)[None] if documents is None else documents.visible(window=window)
         mask = seen.repeat(1, 1, len(keys)) & torch.cat(exists).t()[:, None]
@@ -120,19 +135,52 @@ class SdpaCore(nn.Module):
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=self.scale)
         return out.permute(2, 0, 1, 3)
 
+    def _fused(self, q: Tensor, rows: int, slots: int, documents: Documents | None) -> bool:
+        """Whether kernels that return log-sums do: they know neither windows of so many rows nor documents."""
+        apart = documents is not None and documents.apart
+        return fused_is_possible(q) and not apart and not 0 < self.window * slots < rows
+
+    @staticmethod
+    def _absence(exists: Tensor) -> Tensor:
+        """A missing key gets a logit of -30000."""
+        return torch.zeros(exists.shape, device=exists.device).masked_fill(~exists, GONE)
+
     def _merged(
-        self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], alive: Sequence[Tensor | None]
+        self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], biases: Sequence[Tensor | None]
     ) -> Tensor:
-        """`merged` as one fused causal call per set; a missing key gets a logit of -30000."""
+        """`merged` as one fused causal call per set."""
         d, scale = q.shape[-1], self.scale or q.shape[-1] ** -0.5
-        ready = []
-        for k, v, exists in zip(keys, values, alive, strict=True):
-            bias = torch.zeros(k.shape[:2], device=q.device)
-            if exists is not None:
-                bias = bias.masked_fill(~exists, GONE)
-            ready.append([all_heads(x, q.shape[2]).permute(1, 2, 0, 3) for x in widen_key(k, v, bias, scale)])
-        out = merged_causal(widen_query(q).permute(1, 2, 0, 3), [k for k, _ in ready], [v for _, v in ready], scale)
+        wide, ready = self._biased(q, keys, values, biases, scale)
+        ready = [[all_heads(x, q.shape[2]).permute(1, 2, 0, 3) for x in pair] for pair in ready]
+        out = merged_causal(wide.permute(1, 2, 0, 3), [k for k, _ in ready], [v for _, v in ready], scale)
         return out.permute(2, 0, 1, 3)[..., :d]
+
+    def _shared(
+        self,
+        context: Context,
+        q: Tensor,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+    ) -> Tensor:
+        """One softmax over the keys of all ranks of the context."""
+        d, scale = q.shape[-1], self.scale or q.shape[-1] ** -0.5
+        if any(bias is not None for bias in biases):
+            q, ready = self._biased(q, keys, values, biases, scale)
+            keys, values = [k for k, _ in ready], [v for _, v in ready]
+        out = shared_causal(context, q.permute(1, 2, 0, 3), list(keys), list(values), scale)
+        return out.permute(2, 0, 1, 3)[..., :d]
+
+    @staticmethod
+    def _biased(
+        q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], biases: Sequence[Tensor | None], scale: float
+    ) -> tuple[Tensor, list[Sequence[Tensor]]]:
+        """q, and k and v of each set, whose logits have the set's bias."""
+        ready: list[Sequence[Tensor]] = []
+        for k, v, bias in zip(keys, values, biases, strict=True):
+            none = torch.zeros(k.shape[:2], device=q.device)
+            ready.append(widen_key(k, v, none if bias is None else bias, scale))
+        return widen_query(q), ready
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, slots: int, documents: Documents | None

@@ -37,6 +37,8 @@ def why_no_graphs(cfg: RunConfig) -> str:
         return "there is no GPU"
     if cfg.parallel.overlap_grad_reduce or cfg.parallel.overlap_param_gather:
         return "overlapped communication is started by hooks, which captured passes do not run"
+    if cfg.parallel.context > 1:
+        return "ranks of parallel.context exchange keys and values inside of a pass"
     return ""
 
 
@@ -110,6 +112,8 @@ def transformer_config(cfg: RunConfig) -> TransformerConfig:
         use_cpu_initialization=not torch.cuda.is_available(),
         tensor_model_parallel_size=par.tensor,
         pipeline_model_parallel_size=par.pipeline,
+        context_parallel_size=par.context,
+        cp_comm_type="p2p",  # of Transformer Engine's attention
         pipeline_model_parallel_layout=_stages(cfg) if par.stage_layers else None,
         sequence_parallel=par.sequence,
         pipeline_dtype=dtype,

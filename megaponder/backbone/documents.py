@@ -2,7 +2,9 @@
 
 Positions count from the document's first token, so a document computes what it would compute alone.
 
-Shapes: b micro-batch, n tokens of a sequence, R = n * slots rows.
+Under context parallelism a rank holds a part of each sequence and sees the whole, which may be one document.
+
+Shapes: b micro-batch, n tokens of a sequence, s of them on this rank, R = s * slots rows.
 """
 
 from __future__ import annotations
@@ -17,28 +19,38 @@ from megaponder.decoding.freqkv_blocks import FreqKV
 class Documents:
     """Of one micro-batch in one pass; what layers share is made once.
 
-    `starts_bn` and `edges`: see `data.batch.MicroBatch`.
+    `starts_bn`, `edges` and `places_n`: see `data.batch.MicroBatch`; `ranks` hold a part of each sequence.
     """
 
-    def __init__(self, starts_bn: Tensor, edges: Tensor | None):
+    def __init__(self, starts_bn: Tensor | None, edges: Tensor | None, places_n: Tensor | None = None, ranks: int = 1):
+        self.apart = starts_bn is not None
+        """False: each sequence is one document."""
+        if starts_bn is None:
+            assert places_n is not None
+            starts_bn = torch.zeros_like(places_n)[None]
         self.starts_bn, self._edges = starts_bn, edges
+        self._places = torch.arange(starts_bn.shape[1], device=starts_bn.device) if places_n is None else places_n
+        self._tokens = ranks * starts_bn.shape[1]
         self._visible: dict[tuple[int, int], Tensor] = {}
         self._rows: dict[int, Tensor] = {}
         self._blocks: Blocks | None = None
 
     @property
     def positions_bn(self) -> Tensor:
-        """Position of each token in its document, int64 [b, n]."""
-        return torch.arange(self.starts_bn.shape[1], device=self.starts_bn.device) - self.starts_bn
+        """Position of each token in its document, int64 [b, s], [1, s] if documents are not apart."""
+        return self._places - self.starts_bn
 
     def visible(self, slots: int = 1, window: int = 0) -> Tensor:
-        """True where row i may see row j, with a window only rows of its last `window` tokens: bool [b, R, R]."""
+        """True where row i may see row j of the whole sequence, with a window only rows of its last `window` tokens:
+        bool [b, R, n * slots]."""
         if (slots, window) not in self._visible:
-            rows = torch.arange(self.starts_bn.shape[1] * slots, device=self.starts_bn.device)
-            token, first = rows // slots, self.starts_bn.repeat_interleave(slots, dim=1)
+            slot = torch.arange(slots, device=self.starts_bn.device)
+            own = (self._places[:, None] * slots + slot).flatten()
+            rows = torch.arange(self._tokens * slots, device=self.starts_bn.device)
+            first = self.starts_bn.repeat_interleave(slots, dim=1)
             if window:
-                first = torch.maximum(first, token - (window - 1))
-            self._visible[slots, window] = (rows <= rows[:, None]) & (token >= first[..., None])
+                first = torch.maximum(first, own // slots - (window - 1))
+            self._visible[slots, window] = (rows <= own[:, None]) & (rows // slots >= first[..., None])
         return self._visible[slots, window]
 
     def blocks(self, feature: FreqKV) -> Blocks:

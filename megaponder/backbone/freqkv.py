@@ -80,6 +80,7 @@ class FreqCore:
         key_bias: Tensor | None = None,
         slots: int = 1,
         documents: Documents | None = None,
+        context: None = None,
     ) -> Tensor:
         """[n, b, h, d] of q [n, b, h, d] and k, v [n, b, g, d], n more than C."""
         assert key_bias is None and slots == 1  # see config.rules.freqkv

@@ -26,24 +26,36 @@ def fused_is_possible(q: Tensor) -> bool:
     return q.dtype in (torch.float32, torch.float64, torch.bfloat16)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, ...]:
+def forward_call(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = True) -> tuple[Any, ...]:
     """(output, log-sum-exp, further inputs of the backward kernel)."""
     if q.is_cuda:
         out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = _aten._scaled_dot_product_flash_attention(
-            q, k, v, 0.0, True, False, scale=scale
+            q, k, v, 0.0, causal, False, scale=scale
         )
         return out, lse, cum_q, cum_k, max_q, max_k, seed, offset
-    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
+    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
     return out, lse
 
 
-def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rest: Any, scale: float) -> Any:
+def backward_call(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rest: Any, scale: float,
+    causal: bool = True,
+) -> Any:  # fmt: skip
+    """Gradients of q, k and v, of which the call's share in the merged output is known by `lse`."""
     if q.is_cuda:
         cum_q, cum_k, max_q, max_k, seed, offset = rest
         return _aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, 0.0, True, seed, offset, scale=scale
+            grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, 0.0, causal, seed, offset, scale=scale
         )
-    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, True, scale=scale)
+    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
+
+
+def combined(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of one softmax over the keys of all calls, in the format of the latter."""
+    lse = torch.stack(lses).logsumexp(0)
+    total = sum(o.to(lse.dtype) * (x - lse).exp()[..., None] for o, x in zip(outs, lses, strict=True))
+    assert isinstance(total, Tensor)
+    return total, lse
 
 
 class _Merged(torch.autograd.Function):
@@ -52,13 +64,11 @@ class _Merged(torch.autograd.Function):
         sets = len(keys_values) // 2
         outs, lses, rests = [], [], []
         for k, v in zip(keys_values[:sets], keys_values[sets:], strict=True):
-            out, lse, *rest = _forward(q, k, v, scale)
+            out, lse, *rest = forward_call(q, k, v, scale)
             outs.append(out)
             lses.append(lse)
             rests.append(rest)
-        lse = torch.stack(lses).logsumexp(0)
-        total = sum(o.to(lse.dtype) * (x - lse).exp()[..., None] for o, x in zip(outs, lses, strict=True))
-        assert isinstance(total, Tensor)
+        total, lse = combined(outs, lses)
         total = total.to(q.dtype)
         ctx.save_for_backward(q, total, lse, *keys_values)
         ctx.scale, ctx.rests = scale, rests
@@ -70,7 +80,7 @@ class _Merged(torch.autograd.Function):
         sets = len(keys_values) // 2
         dq, dk, dv = torch.zeros_like(q), [], []
         for k, v, rest in zip(keys_values[:sets], keys_values[sets:], ctx.rests, strict=True):
-            part = _backward(grad.contiguous(), q, k, v, out, lse, rest, ctx.scale)
+            part = backward_call(grad.contiguous(), q, k, v, out, lse, rest, ctx.scale)
             dq = dq + part[0]
             dk.append(part[1])
             dv.append(part[2])

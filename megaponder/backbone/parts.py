@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megaponder.backbone.attention import SdpaCore
 from megaponder.backbone.config import use_te, uses_graphs, why_no_graphs
+from megaponder.backbone.context import Context
 from megaponder.backbone.documents import Documents
 from megaponder.backbone.norms import local_norm
 from megaponder.config.schema import RunConfig
@@ -70,9 +71,15 @@ def _te_parts() -> Parts:
             key_bias: Tensor | None = None,
             slots: int = 1,
             documents: Documents | None = None,
+            context: Context | None = None,
         ) -> Tensor:
             if key_bias is not None or q.shape[0] != k.shape[0] or (self._sdpa.window and slots > 1):
-                return self._sdpa(q, k, v, key_bias, slots, documents)
+                return self._sdpa(q, k, v, key_bias, slots, documents, context)
+            if context is not None:
+                assert documents is not None
+                if documents.apart or self._sdpa.window:
+                    return self._sdpa(q, k, v, None, slots, documents, context)
+                documents = None  # its kernels pass keys and values around the ranks themselves
             if documents is not None:
                 if self._sdpa.window or self.config.deterministic_mode:
                     return self._sdpa(q, k, v, None, slots, documents)

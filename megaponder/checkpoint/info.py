@@ -29,7 +29,7 @@ class CheckpointInfo:
     sequences: int
     tokens: int
     layout: dict[str, int]
-    """Sizes of the layout that saved it: tensor, pipeline, data.  It loads in any other."""
+    """Sizes of the layout that saved it: tensor, pipeline, data, and context if it is not 1.  It loads in any other."""
     model: str
     """The model in a few words."""
     method: str

@@ -24,11 +24,13 @@ def metadata() -> dict[str, Any]:
 
 def layout() -> dict[str, int]:
     """Sizes of the present layout."""
-    return {
+    context = parallel_state.get_context_parallel_world_size()
+    sizes = {
         "tensor": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
-        "data": parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+        "data": parallel_state.get_data_parallel_world_size(),
     }
+    return sizes | ({"context": context} if context > 1 else {})  # states from before it existed have no such entry
 
 
 def sharded_state(stage: MegatronModule) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def planned(
     use_plugin(cfg.ponder)
     method = method_of(cfg)
     facts = facts_of(method, cfg.train.seed)
-    world_size = cfg.parallel.tensor * cfg.parallel.pipeline if world_size is None else world_size
+    world_size = cfg.parallel.replica if world_size is None else world_size
     there = Machine("cuda", gpu.capability, transformer_engine=True, grad_accum_kernel=True)
     check(cfg, facts, world_size, there)
     return cfg, method, facts, world_size

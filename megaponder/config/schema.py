@@ -80,12 +80,14 @@ class DataConfig:
 
 @dataclass
 class ParallelConfig:
-    """The layout.  Data parallel size is world size / (tensor x pipeline)."""
+    """The layout.  Data parallel size is world size / (tensor x context x pipeline)."""
 
     tensor: int = declare(1, ge=1, aliases=("tp",))
     """Tensor-parallel size (TP)."""
     pipeline: int = declare(1, ge=1, aliases=("pp",))
     """Pipeline-parallel size (PP); passes become virtual stages."""
+    context: int = declare(1, ge=1, aliases=("cp", "context_parallel_size"))
+    """Context-parallel size (CP): ranks that share each sequence, of which every one holds an equal part."""
     stage_layers: list[int] | None = declare(None, ge=1)
     """Layers of each pipeline stage, for stages with different work; default: equal parts."""
     sequence: bool = declare(False, aliases=("sp",))
@@ -108,6 +110,11 @@ class ParallelConfig:
     """Free a stage's output once sent; default: on with NCCL, off with gloo (where it corrupts numbers)."""
     timeout_minutes: float = declare(10.0, gt=0, le=10**6, unit="minutes")
     """Time after which a collective that has not completed ends the run."""
+
+    @property
+    def replica(self) -> int:
+        """Ranks that hold the model once and run the same sequences."""
+        return self.tensor * self.context * self.pipeline
 
 
 @dataclass

@@ -15,7 +15,7 @@ LOSS_MASKS = ("plain", "ignore_eod_target", "megatron_eod")
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """b sequences of n tokens; labels are the ids shifted by one."""
+    """b sequences of n tokens, or the same part of each; labels are the ids shifted by one."""
 
     ids_bn: Tensor
     """int64 [b, n]."""
@@ -28,12 +28,14 @@ class MicroBatch:
     before them, whatever document they belong to."""
     edges: Tensor | None = None
     """int32 [E + 1]: where the documents of all sequences, joined, begin, and the end; with `starts_bn`.  The end is
-    repeated until E is a power of two, so that few shapes occur."""
+    repeated until E is a power of two, so that few shapes occur.  None for a part of each sequence."""
+    places_n: Tensor | None = None
+    """int64 [n]: where the tokens stand in their sequence, if they are a part of it; None: 0 .. n - 1."""
 
 
 def tensors_of(batch: MicroBatch) -> tuple[Tensor | None, ...]:
     """Its fields, in their order."""
-    return batch.ids_bn, batch.labels_bn, batch.loss_mask_bn, batch.starts_bn, batch.edges
+    return batch.ids_bn, batch.labels_bn, batch.loss_mask_bn, batch.starts_bn, batch.edges, batch.places_n
 
 
 FEWEST_EDGES = 16

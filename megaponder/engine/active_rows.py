@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megaponder.backbone.context import Context
 from megaponder.backbone.documents import Documents
 from megaponder.backbone.row_kernels import gather_rows, only, scatter_rows
 
@@ -105,7 +106,8 @@ class Attending:
     """What `Method.attend` calls (ponder.base.CoreAttention): attention of this pass's rows, gathered or not.
 
     Gathered queries are scattered back for the attention only: a fused causal kernel over all rows is faster than any
-    mask over fewer, and the wasted work is a small part of a pass (measured in benchmarks/halting.py).
+    mask over fewer, and the wasted work is a small part of a pass (measured in benchmarks/halting.py).  Keys and values
+    have a row for each token, so that ranks of one context, whose rows differ, exchange equal shapes.
     """
 
     def __init__(
@@ -120,20 +122,21 @@ class Attending:
         groups: slice,
         inputs: Callable[[int], Tensor],
         documents: Documents | None = None,
+        context: Context | None = None,
     ):
         self._core, self._rows, self._active, self._slots = core, rows, active, slots
-        self._documents = documents
+        self._documents, self._context = documents, context
         self.layer, self.modules, self.ids, self.groups, self.inputs = layer, modules, ids, groups, inputs
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None = None) -> Tensor:
-        out: Tensor = self._core(self.scatter(q), k, v, key_bias, self._slots, self._documents)
+        out: Tensor = self._core(self.scatter(q), k, v, key_bias, self._slots, self._documents, self._context)
         return out if self._rows is None else self._rows.gather(out)
 
     def merged(
         self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], alive: Sequence[Tensor | None]
     ) -> Tensor:
         """One softmax over several key sets."""
-        out: Tensor = self._core.merged(self.scatter(q), keys, values, alive, self._documents)
+        out: Tensor = self._core.merged(self.scatter(q), keys, values, alive, self._documents, self._context)
         return out if self._rows is None else self._rows.gather(out)
 
     def scatter(self, new: Tensor, old: Tensor | None = None) -> Tensor:

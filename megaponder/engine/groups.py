@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megaponder.config import launcher
-from megaponder.config.schema import RunConfig
+from megaponder.config.schema import ParallelConfig, RunConfig
 from megaponder.engine import cuda_on_cpu
 
 
@@ -23,6 +23,8 @@ class Groups:
     tp_size: int
     pp_rank: int
     pp_size: int
+    cp_rank: int
+    cp_size: int
     dp_rank: int
     dp_size: int
     device: torch.device
@@ -37,7 +39,7 @@ class Groups:
 
     def logs(self) -> bool:
         """True on exactly one rank, which has the loss."""
-        return self.is_last_stage and self.tp_rank == 0 and self.dp_rank == 0
+        return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0 and self.dp_rank == 0
 
     @property
     def tp(self) -> dist.ProcessGroup:
@@ -52,7 +54,21 @@ class Groups:
         return parallel_state.get_pipeline_model_parallel_group()
 
     @property
+    def cp(self) -> dist.ProcessGroup:
+        from megatron.core import parallel_state
+
+        return parallel_state.get_context_parallel_group()
+
+    @property
     def dp(self) -> dist.ProcessGroup:
+        """Ranks that run other sequences."""
+        from megatron.core import parallel_state
+
+        return parallel_state.get_data_parallel_group()
+
+    @property
+    def dp_cp(self) -> dist.ProcessGroup:
+        """Ranks with the same weights, which run other tokens."""
         from megatron.core import parallel_state
 
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -72,7 +88,7 @@ _layout_of: dist.ProcessGroup | None = None
 """The group of all ranks that megatron-core's groups are parts of."""
 
 
-def _has_layout(tensor: int, pipeline: int) -> bool:
+def _has_layout(parallel: ParallelConfig) -> bool:
     """Whether megatron-core's groups of this layout exist already.
 
     Another library may have destroyed torch's groups, and megatron-core's with them, without a word to megatron-core.
@@ -82,8 +98,9 @@ def _has_layout(tensor: int, pipeline: int) -> bool:
     return (
         _layout_of is dist.group.WORLD
         and ps.model_parallel_is_initialized()
-        and ps.get_tensor_model_parallel_world_size() == tensor
-        and ps.get_pipeline_model_parallel_world_size() == pipeline
+        and ps.get_tensor_model_parallel_world_size() == parallel.tensor
+        and ps.get_pipeline_model_parallel_world_size() == parallel.pipeline
+        and ps.get_context_parallel_world_size() == parallel.context
     )
 
 
@@ -106,12 +123,13 @@ def init(cfg: RunConfig) -> Groups:
     from megatron.core import parallel_state
 
     device = start(cfg)
-    if not _has_layout(cfg.parallel.tensor, cfg.parallel.pipeline):
+    if not _has_layout(cfg.parallel):
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
             cfg.parallel.tensor,
             cfg.parallel.pipeline,
+            context_parallel_size=cfg.parallel.context,
             distributed_timeout_minutes=max(1, round(cfg.parallel.timeout_minutes)),
             create_gloo_process_groups=device.type == "cuda",
         )
@@ -128,6 +146,8 @@ def init(cfg: RunConfig) -> Groups:
         tp_size=parallel_state.get_tensor_model_parallel_world_size(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_size=parallel_state.get_context_parallel_world_size(),
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
         device=device,

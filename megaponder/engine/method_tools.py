@@ -18,6 +18,7 @@ from megaponder.decoding.noise import document_sums, sequence_uniform, token_noi
 from megaponder.engine.mixture import vocabulary_mixture
 
 if TYPE_CHECKING:
+    from megaponder.backbone.context import Context
     from megaponder.data.batch import MicroBatch
     from megaponder.engine.active_rows import Rows
     from megaponder.engine.groups import Groups
@@ -43,6 +44,7 @@ class StageParts(Protocol):
 
     config: Any
     groups: Groups
+    context: Context | None
     method: Method
     vocab_size: int
     embedding_scale: float
@@ -63,8 +65,8 @@ class StageParts(Protocol):
 def positions(batch: MicroBatch) -> Tensor:
     """Position of each token in its sequence, or in its document where those are apart: int64 [b, n]."""
     b, n = batch.ids_bn.shape
-    places = torch.arange(n, device=batch.ids_bn.device).expand(b, n)
-    return places if batch.starts_bn is None else places - batch.starts_bn
+    places = torch.arange(n, device=batch.ids_bn.device) if batch.places_n is None else batch.places_n
+    return places.expand(b, n) if batch.starts_bn is None else places - batch.starts_bn
 
 
 class StageEntryTools:
@@ -79,16 +81,22 @@ class StageEntryTools:
         return self._stage.method_entry
 
     def embed(self, ids_bn: Tensor, factor: float = 1.0) -> Tensor:
-        at_bn = None if self._batch.starts_bn is None else positions(self._batch)
+        counted = self._batch.starts_bn is None and self._batch.places_n is None
+        at_bn = None if counted else positions(self._batch)
         slots = ids_bn.shape[1] // self._tokens
         return self._stage.embedding(ids_bn, slots=slots, factor=factor, positions_bn=at_bn)
 
     def uniform(self, seed: int) -> Tensor | None:
         if self._step is None:
             return None
-        starts = self._batch.starts_bn
-        found = sequence_uniform(self._batch.ids_bn, seed, self._step.long(), starts)
-        return found if starts is None else self._own(found.t())
+        ids, starts, context = self._batch.ids_bn, self._batch.starts_bn, self._stage.context
+        if context is not None:  # whole sequences draw
+            ids = context.gather(ids.t()).t()
+            starts = None if starts is None else context.gather(starts.t()).t()
+        found = sequence_uniform(ids, seed, self._step.long(), starts)
+        if starts is None:
+            return found
+        return self._own(found.t() if context is None else context.own(found.t()))
 
     def noise(self, seed: int) -> Tensor:
         step = -1 if self._step is None else self._step.long()
@@ -155,13 +163,13 @@ class StageExitTools:
         stage, labels = self._stage, self._batch.labels_bn.t().contiguous()
         rows = stage.gathered(active)
         if rows is None:
-            return self.scatter(stage.cross_entropy(h_sbh.detach(), labels))
+            return self.sharded(stage.cross_entropy(h_sbh.detach(), labels))
         found = stage.cross_entropy(rows.gather(h_sbh.detach()), rows.all_gather().gather(labels))
-        return rows.scatter(self.scatter(found))
+        return rows.scatter(self.sharded(found))
 
     def losses(self, h_sbh: Tensor) -> Tensor:
         """Cross entropy of each token's target, with gradient: [tokens of this rank, b]."""
-        return self.scatter(self._stage.cross_entropy(h_sbh, self._batch.labels_bn.t().contiguous()))
+        return self.sharded(self._stage.cross_entropy(h_sbh, self._batch.labels_bn.t().contiguous()))
 
     @torch.no_grad()
     def confidence(self, h_sbh: Tensor, active: Tensor) -> Tensor:
@@ -172,27 +180,37 @@ class StageExitTools:
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=tp)
         total = (logits - top[..., None]).exp().sum(-1)
         dist.all_reduce(total, group=tp)
-        found = self.scatter(1.0 / total)
+        found = self.sharded(1.0 / total)
         return found if rows is None else rows.scatter(found)
 
     def gather(self, x_sb: Tensor) -> Tensor:
         """Values of all tokens of each sequence, without gradient."""
+        found, context = self.unsharded(x_sb), self._stage.context
+        return found if context is None else context.gather(found)
+
+    def scatter(self, x_nb: Tensor) -> Tensor:
+        """This rank's tokens."""
+        context = self._stage.context
+        return self.sharded(x_nb if context is None else context.own(x_nb))
+
+    def unsharded(self, x_sb: Tensor) -> Tensor:
+        """Values of the micro-batch's tokens, on every tensor rank, without gradient."""
         if self._stage.config.sequence_parallel:
             return gather_from_sequence_parallel_region(x_sb.detach(), group=self._stage.groups.tp)
         return x_sb.detach()
 
-    def scatter(self, x_nb: Tensor) -> Tensor:
-        """This rank's tokens."""
+    def sharded(self, x_nb: Tensor) -> Tensor:
+        """This rank's of the micro-batch's tokens."""
         if self._stage.config.sequence_parallel:
             return scatter_to_sequence_parallel_region(x_nb.contiguous(), group=self._stage.groups.tp)
         return x_nb
 
     def _local(self, x_bn: Tensor) -> Tensor:
-        return self.scatter(x_bn.t().contiguous())
+        return self.sharded(x_bn.t().contiguous())
 
     @property
     def full_mask_nb(self) -> Tensor:
-        """`valid_sb` of all tokens, on every tensor rank."""
+        """`valid_sb` of the micro-batch's tokens, on every tensor rank."""
         return self._batch.loss_mask_bn.t()
 
     @property
@@ -208,14 +226,17 @@ class StageExitTools:
     @property
     def starts_nb(self) -> Tensor | None:
         """The first token of each token's document, of all tokens; None: documents are not apart."""
-        return None if self._batch.starts_bn is None else self._batch.starts_bn.t()
+        starts, context = self._batch.starts_bn, self._stage.context
+        if starts is None:
+            return None
+        return starts.t() if context is None else context.gather(starts.t().contiguous())
 
     def total(self, x_sb: Tensor) -> Tensor:
         """Sums over each sequence, without gradient, or over the document of each of this rank's tokens."""
-        everyone = self.gather(x_sb)
-        if self._batch.starts_bn is None:
+        everyone, starts = self.gather(x_sb), self.starts_nb
+        if starts is None:
             return everyone.sum(0)[None]
-        return self.scatter(document_sums(everyone.t(), self._batch.starts_bn).t())
+        return self.scatter(document_sums(everyone.t(), starts.t()).t())
 
     @property
     def ids_sb(self) -> Tensor:

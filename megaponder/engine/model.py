@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megaponder.backbone.config import head_config, transformer_config, use_te
+from megaponder.backbone.context import Context
 from megaponder.backbone.documents import Documents
 from megaponder.backbone.embedding import Embedding, rotary_embedding
 from megaponder.backbone.freqkv import turns as freqkv_turns
@@ -89,6 +90,7 @@ class PonderStage(MegatronModule):
         super().__init__(config=transformer_config(cfg))
         m, built = cfg.model, parts(self.config, use_te(cfg.precision))
         self.method, self.groups, self.embedding_scale = method, groups, embedding_scale
+        self.context = Context(groups.cp) if groups.cp_size > 1 else None
         assert m.num_layers is not None
         self.num_layers = m.num_layers
         self.skip_halted = cfg.ponder.skip_halted
@@ -229,7 +231,7 @@ class PonderStage(MegatronModule):
             flow = incoming
         if self.groups.is_last_stage and p.last:
             into_coda = lambda rows: self.method.into_coda(p, rows, state.exit, exit_tools)  # noqa: E731
-        documents = None if batch.starts_bn is None else Documents(batch.starts_bn, batch.edges)
+        documents = self._documents(batch)
         earlier = () if incoming is None else incoming.earlier
         carried = (batch.ids_bn.t(), earlier, state.kept)
         rows, state.kept, earlier = self._layers(p, flow, *carried, into_core, into_coda, documents)
@@ -242,6 +244,12 @@ class PonderStage(MegatronModule):
             state.exit[loss_of_pass(p)] = self.token_losses(exit_tools.norm(flow.rows), batch)
         left = self.method.leave(p, flow.rows, flow.riders, state.exit, exit_tools)
         return _cut(p, Flow(left.rows, left.riders, earlier if self.depth.across else ()))
+
+    def _documents(self, batch: MicroBatch) -> Documents | None:
+        """Who sees whom; None: each row all rows before it."""
+        if self.context is None:
+            return None if batch.starts_bn is None else Documents(batch.starts_bn, batch.edges)
+        return Documents(batch.starts_bn, None, batch.places_n, self.context.size)
 
     @staticmethod
     def _gradients(p: Pass, begins: bool = False) -> AbstractContextManager[Any]:
@@ -282,7 +290,7 @@ class PonderStage(MegatronModule):
             return None
         if self.freqkv is not None and rows > self.freqkv.capacity:
             return freqkv_turns(self.freqkv, self.rotary(self.freqkv.capacity), rows, documents)
-        turn = self.rotary(rows // p.slots)
+        turn = self.rotary(rows // p.slots * self.groups.cp_size)
         if documents is not None:
             turn = turn[:, :, 0][:, documents.positions_bn.t()]
         return turn if p.slots == 1 else turn.repeat_interleave(p.slots, dim=1)
@@ -354,8 +362,9 @@ class PonderStage(MegatronModule):
                     own: Any = self.method_layers[str(number)]
                     first = self.groups.tp_rank * k.shape[2]
                     inputs = partial(self._block_inputs, layer, x)
-                    place = (number, own, p.slots, ids_nb, slice(first, first + k.shape[2]), inputs, documents)
-                    return self.method.attend(p, q, k, v, riders, kept, Attending(core, rows, active, *place))
+                    place = (number, own, p.slots, ids_nb, slice(first, first + k.shape[2]), inputs)
+                    attending = Attending(core, rows, active, *place, documents, self.context)
+                    return self.method.attend(p, q, k, v, riders, kept, attending)
 
                 with precision():  # inside `run`, so that a recomputed layer enters it again
                     return layer(x, rotary, attend, carried[:count], reads, carried[count:])
@@ -413,7 +422,7 @@ class PonderStage(MegatronModule):
         if isinstance(out, Flow):
             return out
         tools = StageExitTools(self, batch, step)
-        losses_nb = self.token_losses(out.hidden, batch) if out.losses is None else tools.gather(out.losses)
+        losses_nb = self.token_losses(out.hidden, batch) if out.losses is None else tools.unsharded(out.losses)
         found = objective(out, losses_nb, tools, tokens)
         if step is not None and self.z_loss:
             assert self.log_normaliser is not None

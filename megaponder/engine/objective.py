@@ -25,7 +25,7 @@ class Objective:
 
 
 def objective(out: Readout, losses_nb: Tensor, tools: StageExitTools, tokens: Tensor) -> Objective:
-    """`losses_nb`: cross entropy of every token of the sequence; `tokens`: valid targets of the global batch."""
+    """`losses_nb`: cross entropy of every token of the micro-batch; `tokens`: valid targets of the global batch."""
     lm = (losses_nb * tools.full_mask_nb).sum() / tokens
     total, sums = lm if out.loss is None else out.loss.float() / tokens, {"loss": lm.detach()}
     if out.aux is not None:
@@ -34,7 +34,7 @@ def objective(out: Readout, losses_nb: Tensor, tools: StageExitTools, tokens: Te
         sums["aux"] = aux.detach()
     stats = dict(out.stats)
     if out.depth is not None:
-        own = tools.scatter(losses_nb.detach())
+        own = tools.sharded(losses_nb.detach())
         stats |= depth.sums(out.depth, own, tools.valid_sb, out.gates, tools.max_depth)
     for name, value in stats.items():
         sums[name] = value.detach().float() / tokens

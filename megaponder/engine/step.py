@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from megaponder.backbone.context import part_of
 from megaponder.config.in_flight import in_flight
 from megaponder.config.rules.layout import choose_group
 from megaponder.data.batch import MicroBatch, tensors_of
@@ -61,6 +62,20 @@ def _loss_of(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 def _on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     parts = (None if t is None else t.to(device, non_blocking=True) for t in tensors_of(batch))
     return MicroBatch(*parts)  # type: ignore[arg-type]
+
+
+def part_of_batch(batch: MicroBatch, size: int, rank: int) -> MicroBatch:
+    """The tokens of each sequence that one of `size` context ranks holds, and their places."""
+    starts, places = batch.starts_bn, torch.arange(batch.ids_bn.shape[1], device=batch.ids_bn.device)
+    return replace(
+        batch,
+        ids_bn=part_of(batch.ids_bn, size, rank, 1),
+        labels_bn=part_of(batch.labels_bn, size, rank, 1),
+        loss_mask_bn=part_of(batch.loss_mask_bn, size, rank, 1),
+        starts_bn=None if starts is None else part_of(starts, size, rank, 1),
+        edges=None,
+        places_n=part_of(places, size, rank),
+    )
 
 
 def _forward(_: Any, chunk: PassChunk) -> tuple[Tensor, Any]:
@@ -120,7 +135,7 @@ class Engine:
         return self.stage.method.passes(self._seed, step)
 
     def forward_backward(self, batches: Sequence[MicroBatch], step: int, train: bool) -> StepOutput:
-        """Run this rank's micro-batches of a global batch.
+        """Run this rank's micro-batches of a global batch: whole sequences, of which it takes its part.
 
         With `train`, every parameter's `main_grad` afterwards holds the gradient of the mean loss over the global
         batch's valid tokens, reduced over all groups (its shard, under the distributed optimizer).
@@ -130,6 +145,8 @@ class Engine:
         counts = torch.stack([each.sum(), (each == 0).sum()])
         dist.all_reduce(counts, group=self.groups.dp)
         tokens = counts[0]
+        if self.groups.cp_size > 1:
+            batches = [part_of_batch(b, self.groups.cp_size, self.groups.cp_rank) for b in batches]
         number = torch.tensor(float(step), dtype=torch.float64, device=self.groups.device) if train else None
         passes, g = self.passes(step if train else None), self.groups
         group = self._group(len(batches))
@@ -163,11 +180,11 @@ class Engine:
 
     def _schedule(self, run: Step, forward_only: bool) -> None:
         stash, config, passes, batches = Stash(), self.stage.config, run.passes, run.batches
-        b, n = batches[0].ids_bn.shape
+        b, n = batches[0].ids_bn.shape  # of this rank
         common = dict(
             forward_step_func=_forward,
             num_microbatches=len(batches),
-            seq_length=n,
+            seq_length=n * self.groups.cp_size,
             micro_batch_size=b,
             forward_only=forward_only,
             pg_collection=_group_collection(),
@@ -215,7 +232,7 @@ class Engine:
         return PassCommunicator(self.groups.pp, config, shapes(forward, stage - 1), shapes(backward, stage))
 
     def _collect(self, run: Step, tokens: int) -> StepOutput:
-        """Sum over micro-batches and data-parallel ranks, then broadcast to every pipeline stage."""
+        """Sum over micro-batches and ranks with other tokens, then broadcast to every pipeline stage."""
         method = self.stage.method
         names = ["loss", "aux", *method.stat_names(run.passes)]
         if method.halts:
@@ -244,9 +261,9 @@ class Engine:
         return out
 
     def _share(self, total: Tensor) -> None:
-        """In place: summed over data-parallel ranks on the last stage, then broadcast to every pipeline stage."""
+        """In place: summed over ranks with other tokens on the last stage, then broadcast to every pipeline stage."""
         if self.groups.is_last_stage:
-            dist.all_reduce(total, group=self.groups.dp)
+            dist.all_reduce(total, group=self.groups.dp_cp)
         if self.groups.pp_size > 1:
             dist.broadcast(
                 total, src=dist.get_global_rank(self.groups.pp, self.groups.pp_size - 1), group=self.groups.pp

@@ -42,7 +42,7 @@ def savings(
         best: Change | None = None
         for value in values:
             one = _changed(cfg, field, value)
-            world = max(world_size, one.parallel.tensor * one.parallel.pipeline)
+            world = max(world_size, one.parallel.replica)
             try:
                 check(one, facts, world)
             except ConfigError:
@@ -70,6 +70,7 @@ def _candidates(cfg: RunConfig) -> Iterator[tuple[str, list[Any]]]:
     yield "parallel.recompute_layers", [None]
     yield "parallel.recompute_passes", [None]
     yield "parallel.tensor", [d for d in divisors(cfg.model.num_heads) if par.tensor < d <= NODE]
+    yield "parallel.context", [d for d in (2, 4, NODE) if d > par.context]
     yield "parallel.pipeline", [d for d in divisors(cfg.model.num_layers) if par.pipeline < d <= 4 * par.pipeline]
 
 

@@ -24,6 +24,7 @@ class Layout:
     world_size: int
     tensor: int
     pipeline: int
+    context: int
     data: int
     sequence_parallel: bool
     stage_layers: tuple[int, ...]
@@ -91,7 +92,7 @@ def build_plan(cfg: RunConfig, method: Any, facts: MethodFacts, world_size: int,
     """
     par = cfg.parallel
     assert cfg.model.num_layers and cfg.model.vocab_size
-    dp = world_size // (par.tensor * par.pipeline)
+    dp = world_size // par.replica
     m = cfg.train.global_batch // (cfg.train.micro_batch * dp)
     interleaved = par.pipeline > 1 and facts.max_passes > 1
     own = own_parameters(method, cfg.model.num_layers)
@@ -109,6 +110,7 @@ def build_plan(cfg: RunConfig, method: Any, facts: MethodFacts, world_size: int,
             world_size=world_size,
             tensor=par.tensor,
             pipeline=par.pipeline,
+            context=par.context,
             data=dp,
             sequence_parallel=par.sequence,
             stage_layers=tuple(stage_sizes(cfg)),

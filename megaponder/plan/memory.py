@@ -87,14 +87,14 @@ def rank_memory(
     """
     par, model, e = cfg.parallel, cfg.model, element_bytes(cfg.precision)
     assert model.num_layers and model.hidden_size
-    dp = max(1, world_size // (par.tensor * par.pipeline))
+    dp = max(1, world_size // par.replica)
     m = max(1, cfg.train.global_batch // (cfg.train.micro_batch * dp))
     held = rank_parameters(cfg, facts, stage, own)
     group = par.microbatch_group or choose_group(m, par.pipeline) or par.pipeline
     held_at_once = in_flight(stage, par.pipeline, len(passes), m, group)
     flight = sum(held_at_once.places) if _captured(cfg, te) else held_at_once.passes
 
-    tokens = cfg.train.micro_batch * cfg.data.sequence_length
+    tokens = cfg.train.micro_batch * cfg.data.sequence_length // par.context
     own_layers = stage_range(cfg, stage)
     layers, per_pass = len(own_layers), []
     for p, share in zip(passes, active or [1.0] * len(passes), strict=True):
@@ -120,6 +120,8 @@ def rank_memory(
     if _captured(cfg, te):  # each place has room of its own for what a layer's backward works with
         largest = max(p.slots for p in passes) * tokens
         activations += (flight - 1) * _working(cfg, largest)
+    if par.context > 1:
+        activations += max(_shared(cfg, p) for p in passes)
     if par.recompute == "layer":  # the layer whose backward runs has all of its own
         activations += layer_activations(cfg, tokens * max(p.slots for p in passes), te)
 
@@ -136,7 +138,7 @@ def rank_memory(
     return Memory(
         weights=held.total * e + _fp8_copies(cfg.precision, held),
         gradients=held.total * 4,
-        optimizer=_optimizer(cfg, held, dp),
+        optimizer=_optimizer(cfg, held, dp * par.context),
         activations=int(activations),
         vocabulary=int(vocabulary),
     )
@@ -178,6 +180,17 @@ def _working(cfg: RunConfig, rows: int) -> float:
     return rows * e * (mlp_elements(model) / tp + 2 * model.hidden_size / _sequence_shards(cfg.parallel))
 
 
+def _shared(cfg: RunConfig, p: PassLike) -> float:
+    """Bytes that one layer's attention takes for a while where ranks share sequences: keys and values of whole ones for
+    every head, with their gradients, and where no fused kernel knows who sees whom, that as a mask and as a bias."""
+    model, e, par = cfg.model, element_bytes(cfg.precision), cfg.parallel
+    rows = cfg.data.sequence_length * p.slots
+    gathered = 4.0 * cfg.train.micro_batch * rows * p.key_sets * model.query_width * e / par.tensor
+    fused = not cfg.data.document_attention and not model.attention_window and cfg.precision.dtype == "bf16"
+    mask = 0.0 if fused else cfg.train.micro_batch * (rows / par.context) * rows * p.key_sets * (1.0 + e)
+    return gathered + mask
+
+
 def layer_input(cfg: RunConfig, rows: int) -> float:
     """Bytes that a recomputed layer keeps: the hidden states of its rows on one rank, and what it makes for later
     layers."""
@@ -206,7 +219,7 @@ def _kept(cfg: RunConfig, rows: int, te: bool) -> float:
 def _captured(cfg: RunConfig, te: bool) -> bool:
     """Whether the plan's GPU would run passes as CUDA graphs."""
     overlap = cfg.parallel.overlap_grad_reduce or cfg.parallel.overlap_param_gather
-    return te and bool(cfg.precision.cuda_graphs) and not overlap
+    return te and bool(cfg.precision.cuda_graphs) and not overlap and cfg.parallel.context == 1
 
 
 def _fp8_copies(precision: PrecisionConfig, held: Parameters) -> int:

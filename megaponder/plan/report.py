@@ -139,10 +139,15 @@ def print_plan(cfg: RunConfig, plan: Plan, console: Console) -> None:
     table = _table("Layout", "", "")
     table.show_header = False
     table.columns[1].justify = "left"
-    table.add_row("GPUs", f"{lay.world_size} = tensor {lay.tensor} x pipeline {lay.pipeline} x data {lay.data}")
+    shared = f" x context {lay.context}" if lay.context > 1 else ""
+    sizes = f"tensor {lay.tensor} x pipeline {lay.pipeline}{shared} x data {lay.data}"
+    table.add_row("GPUs", f"{lay.world_size} = {sizes}")
     table.add_row("sequence parallel", "yes" if lay.sequence_parallel else "no")
-    sizes = [str(n) for n in lay.stage_layers]
-    table.add_row("layers per stage", sizes[0] if len(set(sizes)) == 1 else ", ".join(sizes))
+    layers = [str(n) for n in lay.stage_layers]
+    table.add_row("layers per stage", layers[0] if len(set(layers)) == 1 else ", ".join(layers))
+    if lay.context > 1:
+        share = cfg.data.sequence_length // lay.context
+        table.add_row("a rank holds", f"{share:,} tokens of each sequence; attention reads the others' keys")
     most, length = len(plan.flops.passes), cfg.data.sequence_length
     varies = abs(plan.mean_passes - most) > 1e-9
     passes = f"{plan.mean_passes:.3g} passes each in the mean, {most} at most" if varies else f"{most} passes each"

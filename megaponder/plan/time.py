@@ -49,7 +49,7 @@ def estimate(cfg: RunConfig, method: MethodLike, world_size: int, mfu: float, pe
 def bubble_share(cfg: RunConfig, method: MethodLike, world_size: int) -> float:
     """Idle share of a pipeline: (P - 1) / (K M + P - 1); K passes fill it as K model chunks would."""
     pp = cfg.parallel.pipeline
-    dp = max(1, world_size // (cfg.parallel.tensor * pp))
+    dp = max(1, world_size // cfg.parallel.replica)
     m = max(1, cfg.train.global_batch // (cfg.train.micro_batch * dp))
     ks = [len(method.passes(cfg.train.seed, step)) for step in steps_seen(cfg, method)]
     return (pp - 1) / (sum(ks) / len(ks) * m + pp - 1)

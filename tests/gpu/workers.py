@@ -60,6 +60,37 @@ def compare_implementations(
     }
 
 
+def compare_contexts(cases: dict[str, tuple[str, str, dict[str, Any], bool]]) -> dict[str, dict[str, dict[str, float]]]:
+    """In two ranks: by case (family, method, options, documents) the loss and the gradient's error against FP32, of
+    ranks that run sequences of their own in BF16, and of ranks that share them, with both implementations."""
+    import torch
+
+    from megaponder.backbone.init import global_names
+    from megaponder.engine import groups
+    from megaponder.engine.build import build_engine
+    from megaponder.ponder.settings import method_of
+
+    one_card.share()
+    variants = {"fp32": ("local", "fp32", 1), "apart": ("te", "bf16", 1)}
+    variants |= {"te": ("te", "bf16", 2), "local": ("local", "bf16", 2)}
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for case, (family, method, options, documents) in cases.items():
+        whole = _batches(5, documents=documents)
+        grads, found[case] = {}, {}
+        for name, (implementation, dtype, context) in variants.items():
+            cfg = config(family, method, options, implementation, dtype, {})
+            cfg.parallel.context = context
+            place = groups.init(cfg)
+            engine = build_engine(cfg, method_of(cfg), place)
+            engine.zero_grad()
+            out = engine.forward_backward(whole[place.dp_rank :: place.dp_size], 0, train=True)
+            named = {_plain(k): p.main_grad.flatten().double().cpu() for k, p in global_names(engine.stage)}
+            grads[name] = torch.cat([named[k] for k in sorted(named)])
+            error = float((grads[name] - grads["fp32"]).norm() / grads["fp32"].norm())
+            found[case][name] = {"loss": out.loss, "error": error}
+    return found
+
+
 def _plain(name: str) -> str:
     """Transformer Engine's names of fused norms -> those of separate norms."""
     name = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")

@@ -273,6 +273,7 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
+    context: int = 1
     batch: int = 2
     sequence: bool = False
     distributed_optimizer: bool = False
@@ -283,7 +284,9 @@ class Layout:
     deep: bool = False
     """Cases with more than two layers run here too."""
     every: bool = True
-    """All cases run here, or only `REPRESENTATIVES`."""
+    """All cases run here, or only `sample`."""
+    sample: tuple[str, ...] | None = None
+    """None: `REPRESENTATIVES`."""
     methods: bool = False
     """One case of each method, with and without its halted tokens left out, runs here as well."""
     evaluate: bool = False
@@ -293,12 +296,38 @@ class Layout:
 
     @property
     def world(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.context * self.data
 
 
+REPRESENTATIVES = (
+    "vanilla-llama-tied",
+    "ponderlm-pythia",
+    "ponderlm2-llama-gqa",
+    "adaptive-cot-skip-gqa",
+    "qk-norm-gqa",
+    "sandwich-gqa",
+    "huginn-llama",
+    "parcae-llama",
+    "depth-across-gqa",
+    "everything-llama",
+    "everything-deep",
+)
+CONTEXT = (
+    "vanilla-llama-tied",
+    "ponderlm3-pythia-deep",
+    "adaptive-cot-skip-gqa",
+    "features-parallel",
+    "huginn-llama",
+)
+"""What ranks that share sequences do each in its own way: rows, key bias, a sum over a sequence, sets of keys, gathered
+rows, learned positions, noise."""
+DOCUMENTS = ("window-yarn-gqa", "adaponderlm-llama-gqa", "adaptive-cot-llama-gqa", "parcae-llama")
+"""With documents: masks, windows, a share of a document's tokens, draws."""
 LAYOUTS = {
     "one-batch1": Layout(batch=1, deep=True, evaluate=True),
-    "one-documents": Layout(batch=1, deep=True, every=False, evaluate=True, documents=True),
+    "one-documents": Layout(
+        batch=1, deep=True, every=False, sample=REPRESENTATIVES + DOCUMENTS, evaluate=True, documents=True
+    ),
     "one-batch4-recompute": Layout(batch=4, recompute="layer", every=False),
     "one-recompute-some": Layout(recompute="layer", parts=1, every=False),
     "tp2": Layout(tensor=2, every=False),
@@ -322,22 +351,22 @@ LAYOUTS = {
     "tp2-sp-documents": Layout(tensor=2, sequence=True, every=False, evaluate=True, documents=True),
     "pp2-documents": Layout(pipeline=2, recompute="layer", deep=True, every=False, documents=True),
     "dp2-documents": Layout(data=2, every=False, documents=True),
+    "cp2": Layout(context=2, batch=1, deep=True, every=False, sample=CONTEXT, evaluate=True),
+    "cp2-documents": Layout(
+        context=2, recompute="layer", deep=True, every=False, sample=DOCUMENTS, evaluate=True, documents=True
+    ),
+    "cp2-tp2-sp": Layout(context=2, tensor=2, sequence=True, deep=True, every=False, sample=("ponderlm2-llama-gqa",)),
+    "cp2-tp2-sp-documents": Layout(
+        context=2, tensor=2, sequence=True, deep=True, every=False, sample=("adaponderlm-llama-gqa",), documents=True
+    ),
+    "cp2-pp2": Layout(context=2, pipeline=2, batch=1, deep=True, every=False, sample=("everything-llama",)),
+    "cp2-pp2-documents": Layout(context=2, pipeline=2, deep=True, every=False, sample=(), documents=True),
+    "cp2-dp2-distopt-overlap": Layout(
+        context=2, data=2, batch=1, distributed_optimizer=True, overlap=True, every=False, sample=("vanilla-pythia",)
+    ),
+    "cp3": Layout(context=3, deep=True, every=False, sample=()),
+    "cp3-documents": Layout(context=3, deep=True, every=False, sample=(), documents=True),
 }
-
-
-REPRESENTATIVES = (
-    "vanilla-llama-tied",
-    "ponderlm-pythia",
-    "ponderlm2-llama-gqa",
-    "adaptive-cot-skip-gqa",
-    "qk-norm-gqa",
-    "sandwich-gqa",
-    "huginn-llama",
-    "parcae-llama",
-    "depth-across-gqa",
-    "everything-llama",
-    "everything-deep",
-)
 DRAWN = "loop-drawn-gqa"
 """4, 3, 2 and again 4 passes: an overlapped
 reduction must know how many gradients a step brings."""
@@ -349,7 +378,7 @@ def cases_of(layout: Layout) -> list[str]:
     """Cases that run in a layout: those whose layers its pipeline divides.
 
     Deep cases exist for PP = 3 and 4; elsewhere they run where most comes together.  Unless WHOLE,
-    layouts without `every` run `REPRESENTATIVES` only.
+    layouts without `every` run their `sample` only.
     """
     found, known = [], set()
     for name, case in CASES.items():
@@ -357,9 +386,12 @@ def cases_of(layout: Layout) -> list[str]:
         fits = layers % layout.pipeline == 0 or layout.pipeline in case.stages
         if not (fits and (layers == 2 or layout.deep or WHOLE)):
             continue
+        if layout.context > 1 and "freqkv" in case.model:
+            continue  # refused: config.rules.freqkv
+        sample = REPRESENTATIVES if layout.sample is None else layout.sample
         first = layout.methods and (case.method, case.skip) not in known
         known.add((case.method, case.skip))
-        if WHOLE or layout.every or first or name in REPRESENTATIVES or (layout.overlap and name == DRAWN):
+        if WHOLE or layout.every or first or name in sample or (layout.overlap and name == DRAWN):
             found.append(name)
     return found
 
@@ -376,6 +408,7 @@ def run_config(case: Case, layout: Layout) -> RunConfig:
     cfg.parallel = ParallelConfig(
         tensor=layout.tensor,
         pipeline=layout.pipeline,
+        context=layout.context,
         stage_layers=case.stages.get(layout.pipeline),
         sequence=layout.sequence,
         distributed_optimizer=layout.distributed_optimizer,

@@ -66,7 +66,7 @@ def test_layout_changes_nothing(results: Any, case: str, layout: str) -> None:
             assert rank["settled"] == pytest.approx(reference["settled"], rel=RTOL, abs=ATOL)
         if rank["by_token"] is not None:
             np.testing.assert_allclose(rank["by_token"], reference["by_token"], rtol=RTOL)
-    for replica in range(LAYOUTS[layout].data):
+    for replica in range(LAYOUTS[layout].data * LAYOUTS[layout].context):
         grads = assemble([r for r in ranks if r["place"][0] == replica], gated)
         assert {k for k, _ in grads} == {k for k, _ in expected}
         for key, value in grads.items():

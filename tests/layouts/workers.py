@@ -43,7 +43,7 @@ def _whole_gradients(engine: Any) -> None:
     import torch
     import torch.distributed as dist
 
-    group = engine.groups.dp
+    group = engine.groups.dp_cp
     for buffer in engine.ddp.buffers:
         for bucket in buffer.buckets:
             shard = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
@@ -97,7 +97,7 @@ def run_layout(layout: str, cases: list[str]) -> dict[str, Any]:
             own = (key, "copy") if getattr(parameter, "shared", False) else (key, "own")
             dim = int(parameter.partition_dim) if getattr(parameter, "tensor_model_parallel", False) else None
             grads[own] = (parameter.main_grad.float().cpu().numpy().copy(), dim)
-        place = (groups.dp_rank, groups.pp_rank, groups.tp_rank)
+        place = (groups.dp_rank * groups.cp_size + groups.cp_rank, groups.pp_rank, groups.tp_rank)
         results[name] = {
             "place": place,
             "loss": out.loss,
@@ -120,7 +120,7 @@ def run_layouts(layouts: list[str]) -> dict[str, Any]:
 
 
 def assemble(parts: list[dict[str, Any]], gated: bool) -> dict[tuple[str, str], np.ndarray]:
-    """Whole gradients from the ranks of one data-parallel replica."""
+    """Whole gradients from ranks that together hold the weights once."""
     shards: dict[tuple[str, str], dict[int, tuple[np.ndarray, int | None]]] = {}
     for part in parts:
         for key, value in part["grads"].items():

@@ -193,6 +193,21 @@ def test_layouts_move_memory_where_they_should() -> None:
         assert memory(big(pipeline=4, distributed_optimizer=True), world).total > 0
 
 
+def test_ranks_that_share_sequences_hold_half_and_gather_once() -> None:
+    """Beside their own tokens, keys and values of a whole sequence and their gradients, in BF16, of one layer."""
+    cfg = big(distributed_optimizer=True)
+    cfg.precision.cuda_graphs = False
+    alone = memory(cfg, 64)
+    cfg = big(distributed_optimizer=True, context=2)
+    shared, m = memory(cfg, 64), cfg.model
+    gathered = 4 * cfg.data.sequence_length * m.query_width * 2
+    assert shared.activations == alone.activations // 2 + gathered
+    assert (2 * shared.vocabulary, shared.optimizer) == (alone.vocabulary, alone.optimizer)
+    cfg.data.document_attention = True  # a mask and a bias
+    rows = cfg.data.sequence_length
+    assert memory(cfg, 64).activations == shared.activations + rows // 2 * rows * 3
+
+
 def test_auto_leaves_graphs_out_where_they_do_not_fit() -> None:
     cfg = big(pipeline=4)
     method = method_of(cfg)

@@ -81,6 +81,14 @@ def test_tables_say_what_matters() -> None:
     assert "does not fit" in text_of(config(pipeline=1, micro=32), 16)
 
 
+def test_ranks_that_share_sequences_are_told() -> None:
+    cfg = config(pipeline=1)
+    cfg.parallel.context = 4
+    text = text_of(cfg, 64)
+    assert "64 = tensor 2 x pipeline 1 x context 4 x data 8" in text
+    assert "512 tokens of each sequence; attention reads the others' keys" in text
+
+
 def advised(cfg: RunConfig, world: int) -> list[tuple[str, Any]]:
     """Fields and values that are advised; each is planned again and must need what the advice says."""
     plan = plan_of(cfg, world)

@@ -26,6 +26,7 @@ LAYOUTS: dict[str, dict[str, object]] = {
     "tp2": {"parallel__tensor": 2},
     "tp2-sp": {"parallel__tensor": 2, "parallel__sequence": True},
     "pp2": {"parallel__pipeline": 2},
+    "cp2": {"parallel__context": 2},
     "dp2": {},
     "dp2-async": {"checkpoint__asynchronous": True},
     "dp2-distopt": {"parallel__distributed_optimizer": True},

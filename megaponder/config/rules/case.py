@@ -52,8 +52,8 @@ class Case:
 
     @property
     def ranks_per_replica(self) -> int:
-        """TP x PP."""
-        return self.cfg.parallel.tensor * self.cfg.parallel.pipeline
+        """TP x CP x PP."""
+        return self.cfg.parallel.replica
 
     @property
     def dp(self) -> int:

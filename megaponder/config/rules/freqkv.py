@@ -63,4 +63,11 @@ def freqkv_fits_method(c: Case) -> None:
     require(not c.facts.keeps_kv, FIELD, value, rule, fix)
 
 
-RULES: tuple[Rule, ...] = (freqkv_is_whole, freqkv_fits_backbone, freqkv_fits_method)
+def freqkv_has_whole_sequences(c: Case) -> None:
+    """A memory is made of all tokens before it, one block after the other."""
+    rule = "with model.freqkv every block of a text waits for the memory of the one before, which one rank must hold"
+    ok = not c.cfg.model.freqkv or c.cfg.parallel.context == 1
+    require(ok, "parallel.context", c.cfg.parallel.context, rule, "use 1, or model.freqkv: {}")
+
+
+RULES: tuple[Rule, ...] = (freqkv_is_whole, freqkv_fits_backbone, freqkv_fits_method, freqkv_has_whole_sequences)

@@ -39,6 +39,15 @@ def sequence_parallel_divides(c: Case) -> None:
     require(length % p.tensor == 0, "data.sequence_length", length, rule, fix)
 
 
+def context_divides_sequences(c: Case) -> None:
+    """Each context rank holds an early and an equally long late part, and its tensor ranks equal parts of both."""
+    p, length = c.cfg.parallel, c.cfg.data.sequence_length
+    unit = p.context * math.lcm(2, p.tensor if p.sequence else 1)
+    rule = f"it must be a multiple of {unit}, so that parallel.context = {p.context} ranks hold equal parts of it"
+    ok = p.context == 1 or length % unit == 0
+    require(ok, "data.sequence_length", length, rule, f"the nearest is {nearest_multiple(length, unit)}")
+
+
 def pipeline_divides_layers(c: Case) -> None:
     """Each stage holds the same number of layers, or those that the configuration gives it."""
     pp, layers, sizes = c.cfg.parallel.pipeline, c.cfg.model.num_layers, c.cfg.parallel.stage_layers
@@ -75,7 +84,10 @@ def replica_divides_world(c: Case) -> None:
     """The world consists of complete replicas."""
     p, replica = c.cfg.parallel, c.ranks_per_replica
     require(c.world_size >= 1, "world size", c.world_size, "it must be at least 1", "the nearest is 1")
-    rule = f"it must be a multiple of parallel.tensor x parallel.pipeline = {p.tensor} x {p.pipeline}"
+    names, sizes = "parallel.tensor x parallel.pipeline", f"{p.tensor} x {p.pipeline}"
+    if p.context > 1:
+        names, sizes = f"{names} x parallel.context", f"{sizes} x {p.context}"
+    rule = f"it must be a multiple of {names} = {sizes}"
     fix = f"the nearest is {nearest_multiple(c.world_size, replica)} processes"
     require(c.world_size % replica == 0, "world size", c.world_size, rule, fix)
 
@@ -201,6 +213,7 @@ RULES: tuple[Rule, ...] = (
     tensor_divides_widths,
     tensor_divides_vocabulary,
     sequence_parallel_divides,
+    context_divides_sequences,
     pipeline_divides_layers,
     ends_hold_prelude_and_coda,
     replica_divides_world,

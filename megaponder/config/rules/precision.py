@@ -22,6 +22,13 @@ def graphs_exclude_overlap(c: Case) -> None:
     require(c.cfg.precision.cuda_graphs is not True or not overlap, "precision.cuda_graphs", True, rule, "use auto")
 
 
+def graphs_exclude_context(c: Case) -> None:
+    """Collectives inside of attention have not been captured with a pass."""
+    rule = f"passes of parallel.context = {c.cfg.parallel.context} ranks are not captured"
+    ok = c.cfg.precision.cuda_graphs is not True or c.cfg.parallel.context == 1
+    require(ok, "precision.cuda_graphs", True, rule, "use auto, or parallel.context: 1")
+
+
 def fused_gradients_are_aligned(c: Case) -> None:
     """cuBLAS adds to aligned buffers only, and only the distributed optimizer's are."""
     rule = "it needs parallel.distributed_optimizer: other gradient buffers are not aligned"
@@ -68,7 +75,7 @@ def fp8_sizes_are_aligned(c: Case) -> None:
     rule = f"for fp8 all {m.num_heads} heads together must be a multiple of {unit} wide"
     require(m.query_width % unit == 0, "model.head_size", m.head_size, rule, f"for example {unit}")
     length, batch = c.cfg.data.sequence_length, c.cfg.train.micro_batch
-    share = tp if c.cfg.parallel.sequence else 1
+    share = c.cfg.parallel.context * (tp if c.cfg.parallel.sequence else 1)
     rule = f"for fp8 the {length} x {batch} rows of a micro-batch must be a multiple of {each * share}"
     fix = f"the nearest is {nearest_multiple(length, each * share)}"
     require(length * batch % (each * share) == 0, "data.sequence_length", length, rule, fix)
@@ -109,6 +116,7 @@ def machine_has_the_kernels(c: Case) -> None:
 
 RULES: tuple[Rule, ...] = (
     graphs_exclude_overlap,
+    graphs_exclude_context,
     fused_gradients_are_aligned,
     fp8_edges_leave_layers,
     fp8_needs_bf16,
