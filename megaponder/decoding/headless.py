@@ -59,6 +59,26 @@ def second_head(ponder: DecodingMethod) -> bool:
     return bool(getattr(ponder, "mixes", False)) and not ponder.config.tie_word_embeddings
 
 
+class Map(nn.Module):
+    """A linear map that engines leave as it is: they pack the weights of `nn.Linear`, which gates read in float32."""
+
+    def __init__(self, given: nn.Linear):
+        super().__init__()
+        self.weight, self.bias = given.weight, given.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+def left_alone(modules: nn.ModuleDict) -> nn.ModuleDict:
+    """A method's modules with `Map` for `nn.Linear`."""
+    for parent in list(modules.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, nn.Linear):
+                parent.add_module(name, Map(child))  # in place of the other
+    return modules
+
+
 class PassAttention(nn.Module):
     """Attention of one layer in one pass; the keys and values before are the engine's."""
 
@@ -155,10 +175,11 @@ class PonderModel(Backbone, PreTrainedModel):
         super().__init__(own, config)
         self.ponder = ponder
         self.second_head = nn.Linear(own.hidden_size, own.vocab_size, bias=False) if second_head(ponder) else None
-        self.method_entry = nn.ModuleDict(ponder.entry_modules())
+        self.method_entry = left_alone(nn.ModuleDict(ponder.entry_modules()))
         layers = range(own.num_hidden_layers)
-        self.method_layers = nn.ModuleDict({str(i): nn.ModuleDict(ponder.layer_modules(i)) for i in layers})
-        self.method = nn.ModuleDict(ponder.modules())
+        of_layers = {str(i): nn.ModuleDict(ponder.layer_modules(i)) for i in layers}
+        self.method_layers = left_alone(nn.ModuleDict(of_layers))
+        self.method = left_alone(nn.ModuleDict(ponder.modules()))
         config.num_hidden_layers = ponder.kv_passes() * len(layers)  # the engine's attentions
         self.attentions = nn.ModuleList(PassAttention(own, index) for index in range(config.num_hidden_layers))
         self._whole = _WithHead(self)

@@ -82,6 +82,7 @@ def test_an_engine_gets_the_same_rows(family: str, method: str, engine: Engine) 
     net = headless(method, fields)
     passes = whole.ponder.kv_passes()
     assert fields.num_hidden_layers == 2 * passes == len(net.attentions) and len(net.layers) == 2
+    assert not any(isinstance(part, torch.nn.Linear) for part in net.method.modules())  # which vLLM packs
     state = {name.removeprefix("model."): x for name, x in whole.state_dict().items() if name != "lm_head.weight"}
     if net.second_head is not None:
         state["second_head.weight"] = whole.lm_head.weight
