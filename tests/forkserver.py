@@ -45,7 +45,7 @@ def main() -> None:
             if key.fileobj == 0:
                 for pid in running.values():
                     _kill(pid)
-                return
+                os._exit(0)
             if key.fileobj is listening:
                 connection = _begin(listening, [listening, ended, wake, *running])
                 if connection is not None:
