@@ -300,7 +300,7 @@ def test_a_signal_to_one_rank_saves_and_stops_all(base: Base, number: int):
 
 BUDGET = {
     "ponder__method": "adaponderlm",
-    "ponder__options": {"steps": 3, "target": 0.6, "explore": 0.5, "ramp_start": 1, "ramp_end": 6},
+    "ponder__options": {"steps": 2, "target": 0.6, "explore": 0.5, "ramp_start": 1, "ramp_end": 6},
 }
 
 
