@@ -67,13 +67,17 @@ LONGER: dict[str, Any] = {
     "checkpoint__load_changes": ["model.rotary_base", "model.rotary_scaling"],
 }  # fmt: skip
 """Changes for longer texts, and a step that moves no weight."""
+COMPRESSED: dict[str, Any] = {
+    "model__freqkv": {"capacity": 8, "sink": 2}, "optimizer__lr": 1e-12, "checkpoint__load_changes": ["model.freqkv"],
+}  # fmt: skip
 
 
 def test_imported_weights_start_methods_with_parameters_of_their_own(imported: Path):
     jobs = [job(imported, name, name) for name in ("vanilla", *OWN)]
     jobs.append(job(imported, "longer", "vanilla", **LONGER))
+    jobs.append(job(imported, "compressed", "vanilla", **COMPRESSED))
     _, output = run("run_many", 1, jobs=jobs)
-    for name in LONGER["checkpoint__load_changes"]:
+    for name in LONGER["checkpoint__load_changes"] + COMPRESSED["checkpoint__load_changes"]:
         assert f"Warning: {name} was " in output
     short = "YaRN with factor 4 stretches 10 positions to 40, fewer than model.max_positions = 64; factor 6.4 reaches"
     assert output.count(short) == 1
@@ -97,6 +101,13 @@ def test_imported_weights_start_methods_with_parameters_of_their_own(imported: P
         want, got, before = (model(ids).logits for model in (changed, longer, plain))
     assert difference(got, want) < PARITY
     assert difference(before, want) > 0.01
+
+    export(imported / "compressed", imported / "compressed-hf")  # FreqKV changes texts beyond its capacity alone
+    net = AutoModelForCausalLM.from_pretrained(imported / "compressed-hf", trust_remote_code=True)
+    with torch.no_grad():
+        short = net(ids).logits
+    assert difference(short[:, :8], before[:, :8]) < PARITY
+    assert difference(short[:, 8:], before[:, 8:]) > 0.01
 
 
 def test_an_imported_run_folder_points_to_load(imported: Path):
