@@ -41,6 +41,10 @@ class Ema:
         """Begin at the present weights."""
         self._values = {p: p.detach().clone() for p in self._inner()}
 
+    def values(self) -> list[Tensor]:
+        """The averages, in the order of the optimizer's parameters."""
+        return list(self._values.values())
+
     @torch.no_grad()
     def update(self) -> None:
         """After an update of the weights."""

@@ -26,6 +26,13 @@ def final(root: Path, step: int) -> Path:
     return root / f"step_{step:08d}"
 
 
+def step_of(path: Path) -> int:
+    """Step of a published name."""
+    found = _NAME.fullmatch(path.name)
+    assert found is not None
+    return int(found[1])
+
+
 def _aside(path: Path, end: str) -> Path:
     """A new hidden name: writers of a killed run may still use their old one."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.{end}")

@@ -69,8 +69,8 @@ def allocate(optimizer: MegatronOptimizer) -> None:
     """Zero moments for every parameter that has none yet (torch's Adam makes them in its first step)."""
     for part in parts(optimizer):
         inner = part.optimizer
-        for p in _parameters(inner):
-            for name in _moments(inner):
+        for p in parameters(inner):
+            for name in moments(inner):
                 if name not in inner.state[p]:
                     inner.state[p][name] = torch.zeros_like(p, dtype=torch.float32)
             if _counts_per_parameter(inner) and "step" not in inner.state[p]:
@@ -82,15 +82,15 @@ def set_step(optimizer: MegatronOptimizer, step: int) -> None:
     for part in parts(optimizer):
         inner = part.optimizer
         if _counts_per_parameter(inner):
-            for p in _parameters(inner):
+            for p in parameters(inner):
                 inner.state[p]["step"] = _count(step)
         else:
             for group in inner.param_groups:
                 group["step"] = step
 
 
-def _moments(inner: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Adam's, or those that an optimizer names: Muon has the first alone."""
+def moments(inner: torch.optim.Optimizer) -> tuple[str, ...]:
+    """Names of the state: Adam's, or those that an optimizer names: Muon has the first alone."""
     return getattr(inner, "moments", ("exp_avg", "exp_avg_sq"))
 
 
@@ -102,7 +102,8 @@ def _count(step: int) -> Tensor:
     return torch.tensor(float(step), dtype=torch.float32, device="cpu")
 
 
-def _parameters(inner: torch.optim.Optimizer) -> list[Tensor]:
+def parameters(inner: torch.optim.Optimizer) -> list[Tensor]:
+    """What the optimizer updates: under the distributed one this rank's shards, in BF16 runs their FP32 masters."""
     return [p for group in inner.param_groups for p in group["params"]]
 
 
@@ -120,9 +121,9 @@ def _plain(part: MegatronOptimizer, model_state: dict[str, Any]) -> Iterator[dic
         getattr(part, "float16_groups", []), getattr(part, "fp32_from_float16_groups", []), strict=True
     ):
         model_of |= {id(main): model for model, main in zip(model_group, main_group, strict=True)}
-    for p in _parameters(part.optimizer):
+    for p in parameters(part.optimizer):
         like = sharded[id(model_of.get(id(p), p))]
-        tensors = {name: part.optimizer.state[p][name] for name in _moments(part.optimizer)}
+        tensors = {name: part.optimizer.state[p][name] for name in moments(part.optimizer)}
         if id(p) in model_of:
             tensors["param"] = p
         yield {

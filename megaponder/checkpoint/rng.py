@@ -14,12 +14,13 @@ from torch import Tensor
 PREFIX = "random."
 
 
-def _states() -> dict[str, Tensor]:
-    states = {"torch": torch.get_rng_state()}
+def states() -> dict[str, Tensor]:
+    """Of every generator of this rank, on the CPU."""
+    found = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
+        found["cuda"] = torch.cuda.get_rng_state()
     tracked = {f"tracker.{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
-    return {name: state.cpu().clone() for name, state in (states | tracked).items() if isinstance(state, Tensor)}
+    return {name: state.cpu().clone() for name, state in (found | tracked).items() if isinstance(state, Tensor)}
 
 
 def sharded_state() -> dict[str, Any]:
@@ -27,7 +28,7 @@ def sharded_state() -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
     return {
         name: ShardedTensor.from_rank_offsets(PREFIX + name, state[None], (0, rank, world))
-        for name, state in _states().items()
+        for name, state in states().items()
     }
 
 

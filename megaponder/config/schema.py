@@ -230,6 +230,11 @@ class CheckpointConfig:
     """Checkpoints whose step is a multiple of this are kept forever; 0: none."""
     asynchronous: bool = False
     """Write in the background while training continues."""
+    local: str | None = None
+    """Folder on a disk of each node for local checkpoints, which a restart of the same job on the same nodes reads;
+    docs/faults.md."""
+    local_every: int = declare(0, ge=0, unit="steps")
+    """Steps between local checkpoints, of which each rank keeps two; 0: none."""
     resume: Literal["auto", "never", "must"] = "auto"
     """Continue from the newest complete checkpoint of the run folder: if there is one, never, or fail without one."""
     load: str | None = None

@@ -146,6 +146,7 @@ def _import_with(decorator: Any) -> None:
     if "megatron.core" in sys.modules:
         return
     megatron_versions.without_triton()
+    megatron_versions.without_advice()
     compiler, torch.compile = torch.compile, decorator
     try:
         with warnings.catch_warnings():

@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import logging
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -56,16 +57,30 @@ def save_strategy() -> Any:
 def request_to_save(tensors: dict[str, Any], path: Path, strategy: Any) -> Any:
     """megatron-core's request to save `tensors` into the folder `path`, by its own writer.
 
-    0.19 prefers that of NVIDIA's resiliency extension, and warns that its own will go.
+    0.19 prefers that of NVIDIA's resiliency extension.
     """
     from megatron.core import dist_checkpointing
 
     options: dict[str, Any] = {"async_sharded_save": True, "content_metadata": None}
     if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
         options["async_strategy"] = "mcore"
-        logging.getLogger("megatron.core.dist_checkpointing.strategies.torch").addFilter(_no_advice)
     return dist_checkpointing.save(tensors, str(path), strategy, **options)
 
 
-def _no_advice(record: logging.LogRecord) -> bool:
-    return "async save is deprecated" not in record.getMessage()
+_ADVICE = {
+    "dist_checkpointing.strategies.common": "load_common is deprecated",
+    "dist_checkpointing.strategies.torch": "async save is deprecated",
+    "distributed.distributed_data_parallel": "full_param_layout not provided",
+    "transformer.transformer_layer": "Rewrapping ModuleSpec",
+}
+"""What 0.19 logs about its own next versions, by module."""
+
+
+def without_advice() -> None:
+    """Keep these lines from the console of a run, whose user can do nothing about them."""
+    for module, words in _ADVICE.items():
+        logging.getLogger(f"megatron.core.{module}").addFilter(partial(_is_not, words))
+
+
+def _is_not(words: str, record: logging.LogRecord) -> bool:
+    return words not in record.getMessage()

@@ -11,6 +11,7 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from megaponder.backbone.parts import implementations
 from megaponder.checkpoint.ema import Ema
+from megaponder.checkpoint.local import Local
 from megaponder.checkpoint.save import Saver
 from megaponder.checkpoint.state import TrainState
 from megaponder.config.budget import last_step
@@ -75,6 +76,8 @@ class Run:
     faults: Faults
     """Judges each step's numbers."""
     saver: Saver
+    local: Local | None
+    """Local checkpoints of this rank."""
     monitor: Monitor
     """Console, files, trackers, endpoint."""
     report: Report
@@ -115,13 +118,16 @@ def build(cfg: RunConfig, groups: Groups, stack: ExitStack) -> Run:
     stragglers = Stragglers(cfg.faults.straggler_ratio, groups.device)
 
     starting("checkpoint")
-    state = resume(cfg, engine.stage, optimizer, data, monitor.say, ema)
+    local = None
+    if cfg.checkpoint.local is not None:
+        local = Local(cfg, on_first_rank(lambda: identity.run_id(folder)), engine.stage, optimizer, ema)
+    state, saved = resume(cfg, engine.stage, optimizer, data, monitor.say, ema, local)
     total = monitor.total = last_step(cfg, state.step, state.sequences, state.tokens)
     schedule = build_schedule(cfg.schedule, cfg.optimizer, total)
     starting("data")
     batches = Batches(cfg, total, state, faults.record, groups, data.opened)
     starting("checkpoint")
-    saver = Saver(folder / "checkpoints", cfg, engine.stage, optimizer, data.stored(), state.step, monitor.saved, ema)
+    saver = Saver(folder / "checkpoints", cfg, engine.stage, optimizer, data.stored(), saved, monitor.saved, ema)
     starting("monitor")
     on_first_rank(lambda: setup.write_config(cfg))
     data.write(folder)
@@ -147,6 +153,6 @@ def build(cfg: RunConfig, groups: Groups, stack: ExitStack) -> Run:
     profile.expect(total - state.step)
     canary = Canary(cfg, engine, monitor.say)
     return Run(
-        cfg, total, state, engine, optimizer, ema, schedule, data, batches, clock, stop, canary, faults, saver, monitor,
-        report, Spent(cfg, method), profile, who,
+        cfg, total, state, engine, optimizer, ema, schedule, data, batches, clock, stop, canary, faults, saver, local,
+        monitor, report, Spent(cfg, method), profile, who,
     )  # fmt: skip

@@ -1,9 +1,10 @@
 """Heartbeats: every rank reports where it is, and a rank that makes no progress finds out which rank it is waiting for.
 
 A thread of each rank writes `<run>/ranks/00003.json` (host, process, step, phase) a few times per `limit`.  When its
-own rank has not moved for `limit`, it writes the stacks of its threads to `<run>/stacks/00003.txt` and reads the files
-of the others: a rank whose file is old is frozen or dead; otherwise the others wait for the one furthest behind.  It
-uses files instead of a store, because a store dies or freezes with the rank that hosts it.
+own rank has not moved for `limit`, it writes the stacks of its threads to `<run>/stacks/00003.txt`, its last
+collectives (`flight_recorder`) beside them, and reads the files of the others: a rank whose file is old is frozen or
+dead; otherwise the others wait for the one furthest behind.  It uses files instead of a store, because a store dies or
+freezes with the rank that hosts it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from megaponder.errors import LOST, LostRank, is_lost_connection
 from megaponder.monitor.phases import OUTSIDE, PHASES, Now, PhaseClock
 from megaponder.ranks import on_first_rank
-from megaponder.training import fault_record
+from megaponder.training import fault_record, flight_recorder
 from megaponder.training.rank_monitor import RankMonitor
 
 MISSED = 3
@@ -118,12 +119,13 @@ class Heartbeat:
         with (self.stacks / f"{self.rank:05d}.txt").open("w") as file:
             print(f"rank {self.rank}: {now.phase} of step {now.step} for {since:.0f} s", file=file, flush=True)
             faulthandler.dump_traceback(file, all_threads=True)
+        flight_recorder.write(self.stacks, self.rank)
         if self.rank == min((r["rank"] for r in self._ranks() if not r["gone"]), default=0):
             blame = self.blame()
             fault_record.write(self.record, "hang", step=now.step, blame=blame)
             print(
-                f"warning: no progress for {since:.0f} s: {blame}. Stacks of the ranks: {self.stacks}",
-                file=sys.stderr, flush=True,
+                f"warning: no progress for {since:.0f} s: {blame}. Stacks and last collectives of the ranks: "
+                f"{self.stacks}", file=sys.stderr, flush=True,
             )  # fmt: skip
 
     def _give_up(self) -> None:

@@ -12,7 +12,7 @@ from megaponder.engine import groups as process_groups
 from megaponder.errors import LostRank, UserError, first_line, is_lost_connection
 from megaponder.monitor.start_end import ended, ending, sentence, starting
 from megaponder.ranks import gather
-from megaponder.training import setup
+from megaponder.training import flight_recorder, setup
 from megaponder.training.exit_code import leave, stopped
 
 PATIENCE = 60.0
@@ -32,6 +32,7 @@ def train(cfg: RunConfig) -> int:
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # its collectives
     warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf")  # its sharded optimizer
     starting("configuration")
+    flight_recorder.record()
     cfg = _complete_on_all_ranks(cfg)
     try:
         starting("processes")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
+from functools import partial
 
+from megaponder.checkpoint.local import Local
 from megaponder.config.schema import RunConfig
 from megaponder.engine.groups import Groups
 from megaponder.monitor.start_end import ending, started, starting
@@ -97,6 +100,8 @@ def loop(run: Run) -> int:
             run.monitor.write(row)
         if saves and _every(cfg.checkpoint.every, step, run.total):
             save(run)
+        elif saves and run.local is not None and _every(cfg.checkpoint.local_every, step, run.total):
+            save_locally(run, run.local)
     return 0
 
 
@@ -108,6 +113,12 @@ def save(run: Run) -> None:
     run.monitor.warn("data", " ".join(f"{sentence}." for sentence in changes) or None)
     with whole_parameters(run.engine), run.clock.phase("checkpoint"):
         run.saver.save(run.state)
+
+
+def save_locally(run: Run, local: Local) -> None:
+    """This rank's local checkpoint, which a restart finds instead of the run folder's last one."""
+    with whole_parameters(run.engine), run.clock.phase("checkpoint"):
+        local.save(run.state, run.data.stored(), partial(print, file=sys.stderr, flush=True))
 
 
 def finish(run: Run, asked: int) -> int:

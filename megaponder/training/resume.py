@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from megatron.core.optimizer import MegatronOptimizer
@@ -12,6 +13,7 @@ from megaponder import files
 from megaponder.checkpoint import agree, folder, restore
 from megaponder.checkpoint.choose import Choice
 from megaponder.checkpoint.ema import Ema
+from megaponder.checkpoint.local import Local
 from megaponder.checkpoint.state import TrainState, load_saved_config, load_state
 from megaponder.config.schema import RunConfig
 from megaponder.errors import ConfigError, UserError
@@ -27,16 +29,29 @@ def resume(
     data: SameData,
     say: Callable[[str], None],
     ema: Ema | None = None,
-) -> TrainState:
-    """Load what checkpoint.resume and checkpoint.load request and report which it was.  All ranks call this."""
+    local: Local | None = None,
+) -> tuple[TrainState, int]:
+    """Load what checkpoint.resume and checkpoint.load request and report which it was.  All ranks call this.
+
+    Returns the position and the step of the run folder's newest intact checkpoint: a local one may be ahead of it.
+    """
     root = Path(cfg.run) / "checkpoints"
     found = on_first_rank(lambda: _sweep_and_list(root))
     if found and cfg.checkpoint.resume == "never":
         fix = "use auto, or another run folder"
         raise ConfigError("checkpoint.resume", "never", f"{root} contains checkpoints of an earlier run", fix)
     choice = agree.choose(root)
+    saved = folder.step_of(choice.path) if choice.path is not None else 0
+    if local is not None:
+        part, told = local.agreed(saved)
+        for sentence in told:
+            say(sentence)
+        if part is not None:
+            for warning in on_first_rank(partial(_changes, cfg, part, data)):
+                say(warning)
+            return local.load(part), saved
     if choice.path is not None:
-        return _continue(cfg, choice, stage, optimizer, data, say, ema)
+        return _continue(cfg, choice, stage, optimizer, data, say, ema), saved
     if choice.skipped:
         raise UserError(
             f"No checkpoint in {root} is intact: {' '.join(choice.sentences())} Restore one from a copy, or move them "
@@ -52,7 +67,7 @@ def resume(
         new = f"; newly initialised: {', '.join(fresh)}" if fresh else ""
         old = f"; ignored, since {cfg.ponder.method} does not use them: {', '.join(left)}" if left else ""
         say(f"Starting from the weights of {path}{new}{old}.")
-    return TrainState()
+    return TrainState(), 0
 
 
 def _continue(
@@ -67,9 +82,7 @@ def _continue(
     path = choice.path
     assert path is not None
     on_first_rank(lambda: refuse_bare_weights(cfg, path))
-    warnings = on_first_rank(
-        lambda: [*refuse_other_model(cfg, path), *data.refuse_changed(load_state(path)[1].data, path)]
-    )
+    warnings = on_first_rank(lambda: _changes(cfg, path, data))
     for sentence in choice.sentences():
         say(sentence)
     try:
@@ -83,6 +96,11 @@ def _continue(
     for warning in warnings:
         say(warning)
     return state
+
+
+def _changes(cfg: RunConfig, path: Path, data: SameData) -> list[str]:
+    """Warnings of what is different from the run that saved; ConfigError or UserError for what must not be."""
+    return [*refuse_other_model(cfg, path), *data.refuse_changed(load_state(path)[1].data, path)]
 
 
 def refuse_bare_weights(cfg: RunConfig, checkpoint: Path) -> None:

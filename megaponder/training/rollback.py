@@ -32,6 +32,8 @@ def roll_back(run: Run) -> None:
     with whole_parameters(run.engine):
         run.state = restore.resume(path, run.engine.stage, run.optimizer, run.ema)
     run.saver.newest = run.state.step
+    if run.local is not None:
+        run.local.forget(run.state.step)
     run.batches.restart(run.state)
     run.monitor.close()
     run.monitor.start(run.state.step, run.state.tokens, run.who)

@@ -333,6 +333,8 @@ BROKEN: list[Broken] = [
     broken("parallel.timeout_minutes", "more than 0", parallel__timeout_minutes=0.0),
     broken("precision.cuda_graphs", "cannot start", precision__cuda_graphs=True, parallel__overlap_grad_reduce=True),
     broken("precision.grad_accum_fusion", "not aligned", machine=H100, precision__grad_accum_fusion=True),
+    broken("checkpoint.local_every", "needs checkpoint.local", checkpoint__local_every=10),
+    broken("checkpoint.local", "for example to 100", checkpoint__local="/tmp/local"),
     broken("logging.profile_steps", "first and the last", logging__profile_steps=[5, 4]),
     broken("precision.fp8_bf16_layers", "at least 0", precision__fp8_bf16_layers=-1),
     broken("precision.fp8_bf16_layers", "would be left for fp8", precision__fp8_bf16_layers=6, **FP8),

@@ -128,9 +128,9 @@ def _before_step(at_step: int, action: Any) -> None:
     Engine.forward_backward = wrapped  # type: ignore[method-assign]
 
 
-def run_and_signal(at_step: int, number: int, rank: int, **job: Any) -> int:
-    """Train, and let one rank get a signal inside a step; the exit code."""
-    if int(os.environ["RANK"]) == rank:
+def run_and_signal(at_step: int, number: int, rank: int | None, **job: Any) -> int:
+    """Train, and let one rank, or each, get a signal inside a step; the exit code."""
+    if rank is None or int(os.environ["RANK"]) == rank:
         _before_step(at_step, lambda _: os.kill(os.getpid(), number))
     return run_train(**job)
 

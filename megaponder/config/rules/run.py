@@ -83,6 +83,16 @@ def kept_checkpoints_are_written(c: Case) -> None:
         require(ok, "checkpoint.keep_every", p.keep_every, rule, f"the nearest is {near}")
 
 
+def local_checkpoints_have_a_place(c: Case) -> None:
+    """A folder for local checkpoints and their period go together."""
+    p = c.cfg.checkpoint
+    rule = f"it needs checkpoint.local, a folder on a disk of each node, and that is {p.local!r}"
+    require(p.local is not None or not p.local_every, "checkpoint.local_every", p.local_every, rule, "use 0")
+    rule = "no local checkpoint would be written, since checkpoint.local_every is 0"
+    fix = f"set checkpoint.local_every, for example to {max(1, p.every // 10)}"
+    require(p.local is None or p.local_every > 0, "checkpoint.local", p.local, rule, fix)
+
+
 def rollback_follows_skips(c: Case) -> None:
     """Going back happens after skipped steps, so some fault must lead to a skip; data are left out after going back."""
     f = c.cfg.faults
@@ -156,6 +166,7 @@ RULES: tuple[Rule, ...] = (
     method_only_needs_parameters,
     warmup_and_decay_fit,
     kept_checkpoints_are_written,
+    local_checkpoints_have_a_place,
     rollback_follows_skips,
     hangs_are_named_in_time,
     load_can_be_used,
