@@ -43,9 +43,10 @@ def speculate(
 
     `given`: `passes` and `threshold`, as of the model's `forward`.  UserError for a method without passes to skip.
     """
-    if not isinstance(model.ponder, Stepwise) or not model.ponder.separable:
+    form = model.ponder.stepwise()
+    if form is None or form.every or not form.separable:
         raise UserError(f"method {model.ponder.name} has no early passes that could draft.")
-    method = model.ponder.using(given)
+    method = form.using(given)
     if method.kv_budget:
         raise UserError(
             f"kv_budget = {method.kv_budget}: drafts would read what deeper passes have replaced; set it to 0."
