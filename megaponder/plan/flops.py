@@ -16,7 +16,7 @@ The unit is one real token: a pass with m slots a token runs m rows of the stack
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megaponder.config.method_facts import MethodLike, PassLike
@@ -167,12 +167,12 @@ def _again(cfg: RunConfig, p: PassLike) -> float:
 
 def mean_needed(cfg: RunConfig, method: MethodLike) -> float:
     """Needed training FLOPs per token, averaged over the run's plans."""
-    return _mean([step_flops(cfg, method, step).needed for step in steps_seen(cfg, method)])
+    return _mean(cfg, method, lambda flops: flops.needed)
 
 
 def mean_executed(cfg: RunConfig, method: MethodLike) -> float:
     """Executed training FLOPs per token, averaged over the run's plans."""
-    return _mean([step_flops(cfg, method, step).executed for step in steps_seen(cfg, method)])
+    return _mean(cfg, method, lambda flops: flops.executed)
 
 
 def steps_seen(cfg: RunConfig, method: MethodLike) -> list[int]:
@@ -184,8 +184,11 @@ def steps_seen(cfg: RunConfig, method: MethodLike) -> list[int]:
     return [0] if len(plans) == 1 else spread
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def _mean(cfg: RunConfig, method: MethodLike, value: Callable[[StepFlops], float]) -> float:
+    """Over the run's plans, each of which is looked at once."""
+    plans = [tuple(method.passes(cfg.train.seed, step)) for step in steps_seen(cfg, method)]
+    known = {plan: value(plan_flops(cfg, method, plan)) for plan in set(plans)}
+    return sum(known[plan] for plan in plans) / len(plans)
 
 
 def inference_flops(cfg: RunConfig, method: MethodLike, active: Sequence[float] = ()) -> float:
