@@ -33,7 +33,9 @@ def add_parser(commands: Commands) -> None:
         epilog=EPILOG,
     )
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file; see configs/")
-    parser.add_argument("--world-size", type=int, metavar="N", help="GPUs; default: one replica (tensor x pipeline)")
+    parser.add_argument(
+        "--world-size", type=int, metavar="N", help="GPUs; default: one replica (tensor x context x pipeline)"
+    )
     parser.add_argument("--mfu", type=float, default=0.4, metavar="X", help="model FLOPs utilisation (default 0.4)")
     parser.add_argument("--gpu", choices=tuple(GPUS), default=DEFAULT_GPU, help=f"device (default {DEFAULT_GPU})")
     parser.add_argument("--json", action="store_true", help="print plain data instead of tables")

@@ -26,7 +26,7 @@ many processes
   torchrun --nproc-per-node 8 -m megaponder train CONFIG --parallel.tensor 2 --parallel.pipeline 2
 
   With --run write `-m -- megaponder`: torchrun has its own options that start with --run.
-  Data-parallel size is what is left: processes / (tensor x pipeline).  `megaponder plan` shows a layout beforehand.
+  Data-parallel size is what is left: processes / (tensor x context x pipeline).  `megaponder plan` shows a layout.
 
 before a long run
   The same line with --preflight checks ranks, devices, versions, disk, configuration and data of all processes, and
