@@ -22,6 +22,7 @@ LONG = (
     "export",
     "benchmarks",
     "cli",
+    "engine",
     "test_old_files.py",
     "checkpoint",
     "inference",
