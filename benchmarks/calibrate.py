@@ -44,7 +44,8 @@ def measure(cfg: Any, state: Any, threshold: float, batches: int) -> Evaluation:
     cfg = copy.deepcopy(cfg)
     old = cfg.ponder.options
     cfg.ponder.method = "confident_ponderlm"
-    cfg.ponder.options = {"steps": old.get("steps", 3), "topk": old.get("topk", 0), "threshold": threshold}
+    kept = {"steps": old.get("steps", 3), "topk": old.get("topk", 0)}
+    cfg.ponder.options = kept | {"target": 0.0, "threshold": threshold}
     cfg.train.eval_batches, cfg.data.cache = batches, None
     with reference.engine(cfg, state) as engine:
         streams = build_streams(cfg, cfg.train.global_batch, batches * cfg.train.global_batch)
@@ -78,7 +79,9 @@ def main(argv: list[str] | None = None) -> None:
         depth = found.stats["mean_depth"]
         print(f"threshold {threshold:.4f}: mean depth {depth:.3f}, validation loss {found.loss:.4f}", flush=True)
         low, high = (low, threshold) if depth > args.depth else (threshold, high)
-    print(f"use ponder.method confident_ponderlm with ponder.options {{threshold: {(low + high) / 2:.4f}}}")
+    print(
+        f"use ponder.method confident_ponderlm with ponder.options {{target: 0.0, threshold: {(low + high) / 2:.4f}}}"
+    )
 
 
 if __name__ == "__main__":

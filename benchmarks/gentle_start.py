@@ -53,7 +53,7 @@ KINDS = {
     "vanilla": Kind("vanilla"),
     "ponderlm-gentle": Kind("ponderlm", GENTLE),
     "ponderlm-gentle-grown": Kind("ponderlm", GENTLE, grows=0.5),
-    "adaponderlm-gentle": Kind("adaponderlm", GENTLE | {"bottom_share": 0.1}, ramped=True),
+    "adaponderlm-gentle": Kind("adaponderlm", GENTLE | {"target": 0.0, "bottom_share": 0.1}, ramped=True),
     "ponderlm-at-once": Kind("ponderlm", {"steps": STEPS}),
 }
 

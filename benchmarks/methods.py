@@ -34,14 +34,14 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "ponderlm": ("ponderlm", {"steps": 3}),
     "ponderlm, 3 passes": ("ponderlm", {"steps": 2}),
     "ponderlm2": ("ponderlm2", {"latents": 1, "jacobi": 2}),
-    "ponderlm3": ("ponderlm3", {"latents": 2, "jacobi": 1, "cost_weight": 0.05, "threshold": 0.05}),
+    "ponderlm3": ("ponderlm3", {"latents": 2, "jacobi": 1, "target": 0.0, "cost_weight": 0.05, "threshold": 0.05}),
     "adaponderlm": (
         "adaponderlm",
-        {"steps": 3, "bottom_share": 0.3, "threshold": 0.5, "ramp_start": 0.2, "ramp_end": 0.5},
+        {"steps": 3, "target": 0.0, "bottom_share": 0.3, "threshold": 0.5, "ramp_start": 0.2, "ramp_end": 0.5},
     ),
     "pruned, random": ("pruned_ponderlm", {"steps": 3, "depth": 3.1}),
     "pruned, by position": ("pruned_ponderlm", {"steps": 3, "depth": 3.1, "by": "position"}),
-    "adaptive_cot": ("adaptive_cot", {"steps": 3, "cost_weight": 0.2, "threshold": 0.3}),
+    "adaptive_cot": ("adaptive_cot", {"steps": 3, "target": 0.0, "cost_weight": 0.2, "threshold": 0.3}),
 }
 
 

@@ -38,7 +38,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "loop": {"extra_passes": 3},
     "ponderlm": {"steps": 3},
-    "adaponderlm": {"steps": 3, "threshold": 0.5},
+    "adaponderlm": {"steps": 3, "target": 0.0, "threshold": 0.5},
     "nanbeige": {"loops": 3},
     "ouro": {"loops": 3, "threshold": 0.7},
 }

@@ -24,7 +24,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ import torch.distributed as dist
 
 from benchmarks.command import add_output, number, parser, script, write
 from benchmarks.report import origin
+from benchmarks.training_rows import LENGTH, TABLES, Row
 from megaponder.backbone.depth import kernel as fused_depth
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import ModelConfig, RunConfig
@@ -40,170 +40,8 @@ from megaponder.errors import ConfigError, UserError
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as launch/torchrun.sh sets it
 VOCAB = 50304
-LENGTH = 2048
 PEAK = 989.4e12
 """Dense BF16 peak of an H100 or H200 (SXM) by the datasheet; MFU refers to it in every precision."""
-
-
-@dataclass
-class Row:
-    """One configuration."""
-
-    name: str
-    preset: str
-    method: str = "vanilla"
-    options: dict[str, Any] = field(default_factory=dict)
-    batch: int = 4
-    fp8: str = "none"
-    graphs: bool = True
-    plain: bool = False
-    """Plain megatron-core."""
-    halted: float | None = None
-    """Share of token-passes that halt, at random places; the method is then `drawn` (below)."""
-    skip: bool = False
-    recompute: bool = False
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1
-    micro_batches: int | None = None
-    features: dict[str, Any] = field(default_factory=dict)
-    """Of the model."""
-    unfused: bool = False
-    """Depth-Attention by PyTorch's operations."""
-    length: int = LENGTH
-    """Tokens of a sequence."""
-
-
-PONDER = ("ponderlm", {"steps": 3})
-ADA = ("adaponderlm", {"steps": 3})
-
-
-def _paired(preset: str, batch: int) -> list[Row]:
-    name = preset.removeprefix("llama-")
-    return [
-        Row(f"megatron-core {name}", preset, batch=batch, plain=True),
-        Row(f"vanilla {name}, eager", preset, batch=batch, graphs=False),
-        Row(f"vanilla {name}, captured", preset, batch=batch),
-    ]
-
-
-def _passes(preset: str, batch: int, method: tuple[str, dict[str, Any]] = PONDER) -> list[Row]:
-    return [
-        Row(f"{method[0]} {preset}, {what}", preset, *method, batch=batch, fp8=fp8)
-        for what, fp8 in (("BF16", "none"), ("FP8 current", "current"), ("FP8 delayed", "delayed"))
-    ]
-
-
-def _larger(preset: str, batch: int) -> list[Row]:
-    """Adaptive passes with what fits: their gates and masks cost less of a larger micro-batch."""
-    name = f"adaponderlm {preset}, batch {batch}"
-    return [
-        Row(f"{name}, {what}", preset, *ADA, batch=batch, fp8=fp8, micro_batches=4)
-        for what, fp8 in (("BF16", "none"), ("FP8 delayed", "delayed"))
-    ]
-
-
-LOOP = ("loop", {"extra_passes": 3})
-
-
-def _halting() -> list[Row]:
-    return [
-        Row(f"{share:.0%} halted, {how}", "pythia-1.4b", *ADA, batch=4, halted=share, skip=how == "gathered")
-        for share in (0.0, 0.15, 0.3, 0.45)
-        for how in ("masked", "gathered")
-    ]
-
-
-def _depths() -> list[Row]:
-    return [
-        Row(f"{preset} K={k}", preset, "loop" if k > 1 else "vanilla", {"extra_passes": k - 1} if k > 1 else {}, batch)
-        for preset, batch in (("llama-410m", 8), ("llama-1.4b", 4))
-        for k in (1, 2, 4)
-    ]
-
-
-def _latents() -> list[Row]:
-    return [
-        Row(f"ponderlm2 {preset}, {what}", preset, "ponderlm2", {"latents": 1, "jacobi": 3}, batch, fp8)
-        for preset, batch in (("llama-410m", 4), ("llama-1.4b", 2))
-        for what, fp8 in (("BF16", "none"), ("FP8 delayed", "delayed"))
-    ]
-
-
-def _looped() -> list[Row]:
-    ends = {"prelude": 4, "coda": 4, "recurrence": 8, "draw": "fixed"}  # 16 of the 24 layers are the core
-    return [
-        Row(f"huginn-like llama-1.4b, r=8, {kept} kept, {how}", "llama-1.4b", "huginn", ends | {"kept": kept}, 2,
-            graphs=how == "captured", micro_batches=4)
-        for kept in (4, 8)
-        for how in ("captured", "eager")
-    ]  # fmt: skip
-
-
-def _depth_attention() -> list[Row]:
-    rows = []
-    for name, heads in (("16 key/value heads", {}), ("4 key/value heads", {"num_kv_heads": 4})):
-        rows.append(Row(f"plain, {name}", "llama-410m", batch=8, features=heads))
-        for sources, unfused in (("all", False), ("last:4", False), ("all", True)):
-            features = {**heads, "depth_attention": {"sources": sources}}
-            told = f"{sources}, {name}" + (", unfused" if unfused else "")
-            rows.append(Row(told, "llama-410m", batch=8, features=features, unfused=unfused))
-    return rows
-
-
-def _freqkv() -> list[Row]:
-    long: dict[str, Any] = {"max_positions": 8192}
-    rows = [Row("plain, 8192 tokens", "llama-410m", batch=2, features=long, length=8192)]
-    for capacity in (4096, 2048, 1024):
-        features = {**long, "freqkv": {"capacity": capacity}}
-        rows.append(Row(f"capacity {capacity}, 8192 tokens", "llama-410m", batch=2, features=features, length=8192))
-    return rows
-
-
-def _long() -> list[Row]:
-    layouts: tuple[tuple[str, dict[str, Any]], ...] = (("CP=2", {"context": 2}), ("TP=2 + SP", {"tensor": 2}))
-    return [
-        Row(f"{name}, {length // 1024}k tokens, {told}", "llama-1.4b", *method, batch=1, length=length, recompute=True,
-            graphs=False, micro_batches=1, features={"max_positions": length}, **sizes)
-        for length, told, method in (
-            (32768, "one pass", ("vanilla", {})), (32768, "four passes", LOOP), (131072, "one pass", ("vanilla", {})),
-        )
-        for name, sizes in layouts
-    ]  # fmt: skip
-
-
-TABLES: dict[str, list[Row]] = {
-    "baseline": [*_paired("llama-410m", 8), *_paired("llama-1.4b", 4)],
-    "methods": [
-        *_passes("pythia-410m", 8),
-        *_passes("pythia-410m", 8, ADA),
-        *_larger("pythia-410m", 12),
-        *_passes("pythia-1.4b", 4),
-        *_passes("pythia-1.4b", 4, ADA),
-        *_larger("pythia-1.4b", 6),
-    ],
-    "passes": _depths(),
-    "ponderlm2": _latents(),
-    "halting": _halting(),
-    "looped": _looped(),
-    "depth-attention": _depth_attention(),
-    "freqkv": _freqkv(),
-    "one-gpu": [
-        Row("K=4, batch 2", "llama-1.4b", *LOOP, batch=2, micro_batches=8),
-        Row("K=4, batch 4", "llama-1.4b", *LOOP, batch=4, micro_batches=4),
-        Row("K=4, batch 8", "llama-1.4b", *LOOP, batch=8, micro_batches=2),
-    ],
-    "two-gpus": [
-        Row("DP=2, batch 4", "llama-1.4b", *LOOP, batch=4, micro_batches=4),
-        Row("PP=2, batch 2", "llama-1.4b", *LOOP, batch=2, micro_batches=8, pipeline=2),
-        Row("PP=2, batch 2, eager", "llama-1.4b", *LOOP, batch=2, micro_batches=8, pipeline=2, graphs=False),
-        Row("TP=2 + SP, batch 4", "llama-1.4b", *LOOP, batch=4, micro_batches=4, tensor=2),
-        Row("TP=2 + SP, batch 8", "llama-1.4b", *LOOP, batch=8, micro_batches=2, tensor=2),
-        Row("TP=2 + SP, batch 16", "llama-1.4b", *LOOP, batch=16, micro_batches=1, tensor=2),
-    ],
-    "long": _long(),
-}
-"""`one-gpu` is what the ratios of `two-gpus` refer to: run both in one call."""
 
 
 def config(row: Row, micro_batches: int, world: int | None = None) -> RunConfig:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from megaponder.config.load import load_config
 from megaponder.monitor import jsonl
 from tests.distributed import run_workers
 from tests.fixtures.make_old import COMPARED, CPU, FP8, GREEDY, SAMPLED, SAVED, STEPS
@@ -73,6 +74,7 @@ def test_what_it_wrote_is_read(old: Path, name: str) -> None:
         ["generate", f"{name}-again", *SAMPLED, "--device", "cpu"],
     )
     facts = want["inspect"].replace("(whole,", "(complete,").replace("loads at any", "loads in any")  # words of today
+    facts = facts.replace("threshold 0.6", "threshold 0.6, target 0.0")  # which was the default then
     assert inspected == facts
     assert (greedy, sampled, export) == (want["greedy"], want["sampled"], want["export"])
     assert imported == exported == want["export"]
@@ -83,6 +85,8 @@ def continued(old: Path, folder: Path, name: str) -> None:
     shutil.copytree(old, folder, dirs_exist_ok=True)
     (output,) = call(folder, ["train", f"{name}/config.yaml"])
     assert f"checkpoints/step_{SAVED:08}" in output and f"step {SAVED}/{STEPS}" not in output, "it began anew"
+    stated = load_config(folder / name / "config.yaml", []).ponder.options
+    assert stated.get("target") == (0.0 if "ada" in name else None)  # the form that it was started with
     want = expected(old, name)["rows"]
     rows = {str(row["step"]): row for row in jsonl.read(folder / name / "metrics.jsonl")}
     assert list(rows) == list(want) and float(want[str(STEPS)]["loss"]) > 0

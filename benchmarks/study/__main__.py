@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import fnmatch
 import shlex
+import signal
 import sys
 import time
 from functools import partial
@@ -82,7 +83,12 @@ def main(argv: list[str] | None = None) -> None:
 
     options = parser("study", __doc__)
     options.add_argument("--corpus", type=Path, metavar="FOLDER", help="the text")
-    options.add_argument("--bytes", type=number(1.0), metavar="N", help="train on the first N bytes of all sources")
+    options.add_argument(
+        "--bytes",
+        type=number(1.0),
+        metavar="N",
+        help="train on the first N bytes of all sources, of each at least one document",
+    )
     options.add_argument("--size", choices=list(SIZES), default="6x256", help="backbone; default: 6x256")
     options.add_argument("--tokens", type=number(1), metavar="N", help="training tokens; default: the size's")
     options.add_argument("--flops", type=number(1.0), metavar="F", help="training FLOPs of each row, for --tokens")
@@ -145,4 +151,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that the rows are told
     sys.exit(main())

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.study.run import STOPPED
+from benchmarks.study.run import END, SAVE, STOPPED
 
 POLL = 0.5
 SAVING = 45.0
@@ -84,7 +84,7 @@ def run(
             if left() < SAVING and not stopping:
                 stopping = True
                 for process in going:
-                    process.send_signal(signal.SIGTERM)
+                    process.send_signal(SAVE)
             for process in [p for p in going if p.poll() is not None]:
                 job, started, _ = going.pop(process)
                 seconds = time.monotonic() - started
@@ -93,17 +93,33 @@ def run(
                     if job.flops:  # else it was trained before
                         rate = job.flops * parallel / max(1.0, seconds - START / 2)
                     say(f"{job.name}: done in {seconds:.0f} s.")
-                elif process.returncode == STOPPED:
+                elif process.returncode in (STOPPED, -SAVE, -END):
                     say(f"{job.name}: stopped and saved; the same command goes on with it.")
                 else:
                     say(f"{job.name}: failed with exit code {process.returncode}; {_last_words(job)}")
             time.sleep(POLL)
     finally:
-        for process in going:  # after an error or Ctrl-C
-            process.send_signal(signal.SIGTERM)
+        end_all(list(going))  # after an error or Ctrl-C
     for job in waiting:
         say(f"{job.name}: not started; it needs about {needs(job):.0f} s.")
     return done
+
+
+def end_all(processes: Sequence[subprocess.Popen[bytes]], patience: float = SAVING) -> None:
+    """Ask rows to end, those that train after saving.  What has not ended then, or at a second Ctrl-C, is killed."""
+    for process in processes:
+        process.send_signal(END)
+    end = time.monotonic() + patience
+    try:
+        for process in processes:
+            process.wait(max(0.0, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def place(waiting: Sequence[Job], going: Sequence[tuple[Job, int]], gpus: int, room: float) -> tuple[Job, int] | None:
@@ -124,8 +140,9 @@ def _start(job: Job, gpu: int | None) -> subprocess.Popen[bytes]:
     environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with open(job.log, "ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.study.run", str(job.task)], stdout=log, stderr=log, env=environment
-        )
+            [sys.executable, "-m", "benchmarks.study.run", str(job.task)], stdout=log, stderr=log, env=environment,
+            start_new_session=True,  # Ctrl-C is for the queue, which tells the rows
+        )  # fmt: skip
 
 
 def _last_words(job: Job) -> str:

@@ -105,10 +105,12 @@ def _kinds() -> Iterator[Kind]:
             yield Kind(f"pruned-{by}-{t}", "pruned_ponderlm", "ponderlm", depth, target=t)
     drawn_at_random = {"steps": STEPS, "target": 0.6, "explore": 1.0}
     yield Kind("adaponderlm-0.6-drawn", "adaponderlm", "ponderlm", drawn_at_random, target=0.6, ramped=True)
-    yield Kind("ponderlm3", "ponderlm3", "ponderlm2", latents)
-    saved: dict[str, Any] = {"steps": STEPS, "bottom_share": 0.1}
+    # the published forms, which have no budget
+    published: dict[str, Any] = {"steps": STEPS, "target": 0.0}
+    yield Kind("ponderlm3", "ponderlm3", "ponderlm2", {**latents, "target": 0.0})
+    saved = published | {"bottom_share": 0.1}
     yield Kind("adaponderlm-paper", "adaponderlm", "ponderlm", saved, ramped=True)
-    yield Kind("adaptive_cot-paper", "adaptive_cot", "ponderlm2", {"steps": STEPS})
+    yield Kind("adaptive_cot-paper", "adaptive_cot", "ponderlm2", published)
     # ablations of the papers
     for what in ("hidden", "projected"):
         yield Kind(f"ponderlm-{what}", "ponderlm", "ponderlm", {"steps": STEPS, "feedback": what})
@@ -116,7 +118,7 @@ def _kinds() -> Iterator[Kind]:
         told = {"shared_gate": "shared", "router": "linear", "bottom_share": "all-gates"}[next(iter(gates))]
         yield Kind(f"adaponderlm-{told}", "adaponderlm", "ponderlm", {**saved, **gates}, ramped=True)
     for router in ("mlp", "none"):
-        yield Kind(f"adaptive_cot-{router}", "adaptive_cot", "ponderlm2", {"steps": STEPS, "router": router})
+        yield Kind(f"adaptive_cot-{router}", "adaptive_cot", "ponderlm2", published | {"router": router})
     # features of attention
     yield Kind("depth-attention", "vanilla", "vanilla", model={"depth_attention": {"sources": "all"}})
     near = {"depth_attention": {"sources": "last:6"}}  # as many as the stack of 6 x 256 has layers

@@ -13,13 +13,15 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from benchmarks.study import evaluation
 from megaponder.monitor import jsonl
 
 STOPPED = 75
 """The row was asked to stop; its checkpoint waits for the next start."""
+SAVE, END = signal.SIGUSR1, signal.SIGTERM
+"""What a row is sent: a training shall save and stop, or all shall."""
 CURVE = ("needed_flops", "executed_flops", "training_seconds", "ponder_valid_mean_depth")
 
 
@@ -31,10 +33,7 @@ def main(path: Path) -> int:
     run.mkdir(parents=True, exist_ok=True)
     (run / "study.yaml").write_text(json.dumps(task["config"]))  # which is YAML, too
     with open(run / "train.log", "ab") as log:
-        train = subprocess.Popen(
-            [sys.executable, "-m", "megaponder", "train", str(run / "study.yaml")], stdout=log, stderr=log
-        )
-        signal.signal(signal.SIGTERM, lambda *_: train.send_signal(signal.SIGTERM))
+        train = start(run, log)
         evaluation.prepare()  # meanwhile
         code = train.wait()
     if code == 143:
@@ -49,6 +48,23 @@ def main(path: Path) -> int:
     partial.write_text(json.dumps(result, indent=1) + "\n")
     partial.replace(out)
     return 0
+
+
+def start(run: Path, log: IO[bytes]) -> subprocess.Popen[bytes]:
+    """The training, which saves and ends at either signal; `END` ends the evaluation, too."""
+    train = subprocess.Popen(
+        [sys.executable, "-m", "megaponder", "train", str(run / "study.yaml")], stdout=log, stderr=log
+    )
+
+    def stop(number: int, _: object) -> None:
+        if train.poll() is None:
+            train.send_signal(signal.SIGTERM)
+        elif number == END:
+            sys.exit(STOPPED)
+
+    for number in (SAVE, END):
+        signal.signal(number, stop)
+    return train
 
 
 def summary(run: Path, task: dict[str, Any]) -> dict[str, Any]:

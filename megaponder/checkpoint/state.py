@@ -104,12 +104,16 @@ def load_state(folder: Path) -> tuple[TrainState, Contents]:
 
 
 def load_saved_config(folder: Path) -> RunConfig:
-    """The configuration of the run that saved a checkpoint, with defaults for fields that did not exist yet.
+    """The configuration of the run that saved a checkpoint, with defaults for fields that did not exist yet; options
+    that it does not state have the defaults of then.
 
     UserError, naming the file, if it is none.
     """
+    from megaponder.ponder.settings import as_a_run_meant_it
+
     try:
-        return resolve(load_config(folder / CONFIG, []))
+        cfg = resolve(load_config(folder / CONFIG, []))
+        return replace(cfg, ponder=as_a_run_meant_it(cfg.ponder))
     except ConfigError as error:
         raise UserError(f"{folder / CONFIG}: {error}") from None
 

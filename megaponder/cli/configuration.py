@@ -43,9 +43,10 @@ def planned(
         rule = "a plan needs it, and neither a preset nor a dataset sets it"
         raise ConfigError("model.vocab_size", None, rule, "add --model.vocab_size 50304")
     from megaponder.ponder.facts import facts_of
-    from megaponder.ponder.settings import method_of, use_plugin  # after the file's own mistakes: it imports torch
+    from megaponder.ponder.settings import method_of, use_plugin, with_stated_options  # after the file's own mistakes
 
     use_plugin(cfg.ponder)
+    cfg = with_stated_options(cfg)
     method = method_of(cfg)
     facts = facts_of(method, cfg.train.seed)
     world_size = cfg.parallel.replica if world_size is None else world_size

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megaponder.config.load import load_config
-from megaponder.config.resolve import resolve
+from megaponder.checkpoint.state import load_saved_config
 from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError
 from megaponder.inference import evaluation
@@ -143,7 +142,7 @@ def read_run(run: Path) -> Result:
         raise UserError(f"{run} has no validation_loss in {jsonl.NAME}: {why}; leave it out, or train it further.")
     if not (run / "config.yaml").is_file():
         raise UserError(f"{run / 'config.yaml'} is missing: a comparison needs the run's configuration.")
-    cfg = resolve(load_config(run / "config.yaml", []))
+    cfg = load_saved_config(run)
     method = method_of(cfg)
     needed, executed = mean_needed(cfg, method), mean_executed(cfg, method)
     notes = tuple(f"{run}: {sentence}" for sentence in series.sentences())

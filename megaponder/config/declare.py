@@ -53,6 +53,12 @@ class Declaration:
     """Names that other systems use for the field; the advice on an unknown name looks here."""
     was: tuple[str, ...] = ()
     """Names of the field in earlier versions, dotted (a method's option: plain); they are read with a warning."""
+    earlier: Any = None
+    """Of a method's option: its default in earlier versions, where that was another; a run that does not state the
+    option meant this."""
+    unless: str = ""
+    """Of a method's option: name of another one that leaves this one without effect unless it is 0.  Who gives this one
+    has to give that one, too."""
 
     @property
     def change_at_load(self) -> Change:

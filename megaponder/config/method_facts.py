@@ -37,6 +37,7 @@ class MethodLike(Protocol):
     mixes_vocabulary: bool
     keeps_kv: bool
     skips: bool
+    weighs: bool
     core: tuple[int, int] | None
     reads_every_pass: bool
 
@@ -60,6 +61,8 @@ class MethodFacts:
     """The head reads every pass and keeps its logits."""
     skips: bool = False
     """Tokens halt, and a halted one needs no computation."""
+    weighs: bool = False
+    """Keys have weights, from the second pass on."""
     core: tuple[int, int] | None = None
     """The first layer that is repeated and the one after the last, where only the middle of the stack is."""
     free_passes: bool = False

@@ -21,7 +21,7 @@ class DecodingMethod:
 
     name: ClassVar[str]
     defaults: ClassVar[dict[str, Any]] = {}
-    """Options and their defaults."""
+    """Options, and what a folder means that does not state them."""
     training_only: ClassVar[tuple[str, ...]] = ()
     """Options without effect here."""
     arguments: ClassVar[tuple[str, ...]] = ()

@@ -17,7 +17,7 @@ from megaponder.export.folder import has_tokenizer
 from megaponder.export.formats import FORMATS
 from megaponder.export.hf_fields import model_config, refuse_bad_ids, refuse_ignored
 from megaponder.export.public_code import pondering
-from megaponder.ponder.settings import check_shape
+from megaponder.ponder.settings import as_a_run_meant_it, check_shape
 
 MUST = {"family", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "vocab_size"}
 """Fields of the model section that every folder with a modelling file has."""
@@ -91,7 +91,7 @@ def _run_config(
             raise UserError(f"{where}: {lacking[0]} is missing.")
         said = {"method": hf["method"], "options": hf["method_options"]}
         whole = from_mapping({"model": {**model_fields, "embedding_scale": hf["embedding_scale"]}, "ponder": said})
-        section, ponder = whole.model, whole.ponder
+        section, ponder = whole.model, as_a_run_meant_it(whole.ponder)
     elif hf.get("model_type") in looped.KINDS:
         section, ponder = looped.sections(hf, where)
     else:

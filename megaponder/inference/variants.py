@@ -45,7 +45,7 @@ def with_threshold(cfg: RunConfig, threshold: float) -> RunConfig:
             rule = "exit by confidence is built for a ponderlm whose mixtures add up"
             raise ConfigError("--thresholds", threshold, rule, "leave it out")
         kept: dict[str, Any] = {name: options[name] for name in ("steps", "topk", "gentle_start") if name in options}
-        return _changed(cfg, "confident_ponderlm", {**kept, "threshold": float(threshold)})
+        return _changed(cfg, "confident_ponderlm", {**kept, "target": 0.0, "threshold": float(threshold)})
     if not hasattr(method_of(cfg).options, "threshold"):
         raise ConfigError("--thresholds", threshold, f"method {method} has no threshold", "leave it out")
     return _changed(cfg, method, {**options, "threshold": float(threshold)})

@@ -105,6 +105,7 @@ def rank_memory(
         # the outputs of a captured pass have a place of their own; what enters the core stays for its later passes
         held_back = facts.core is not None and stage == 0 and p.index == 0
         kept += layer_input(cfg, tokens * p.slots) * ((not p.grad and _captured(cfg, te)) + held_back)
+        kept += _documents(cfg, facts, p, run - recomputed, te)
         per_pass.append(kept)
     if facts.keeps_kv:
         per_pass = [
@@ -208,6 +209,21 @@ def _pass_activations(
         norms = pre_norms_bytes(cfg.model, element_bytes(cfg.precision), te)
         whole += rows * norms / 2 / _sequence_shards(cfg.parallel)
     return whole
+
+
+def _documents(cfg: RunConfig, facts: MethodFacts, p: PassLike, layers: int, te: bool) -> float:
+    """What a pass keeps to hold the documents of a micro-batch apart (`data.document_attention`): rotary angles of
+    each row and, where no kernel knows documents, a mask in each of its `layers`.  Ranks that share sequences keep
+    neither (`_shared`)."""
+    model, rows, b = cfg.model, cfg.data.sequence_length * p.slots, cfg.train.micro_batch
+    if not cfg.data.document_attention or cfg.parallel.context > 1:
+        return 0.0
+    assert model.head_size
+    angles = 4.0 * b * rows * model.head_size * (model.rotary_fraction or 0.0) * (model.positions == "rotary")
+    windowed = 0 < (model.attention_window or 0) < cfg.data.sequence_length
+    weighed = p.key_sets > 1 or (facts.weighs and p.index > 0)
+    kernel = te and not (windowed or weighed or cfg.train.deterministic)
+    return angles + (0 if kernel else layers * p.key_sets * b * rows**2 * element_bytes(cfg.precision))
 
 
 def _kept(cfg: RunConfig, rows: int, te: bool) -> float:

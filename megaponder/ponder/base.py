@@ -287,7 +287,7 @@ class Method:
     """Evaluation of a method that `chooses`: the share of tokens that goes on at each decision (at each open one, if it
     has a window), at random."""
     weighs: bool = False
-    """Training and `forward` weigh what decoding leaves out."""
+    """Training and `forward` weigh what decoding leaves out, with a bias on keys from the second pass on."""
     hard: bool = False
     """Evaluation: what decoding leaves out is left out, where training and `forward` weigh it instead."""
     window: Window | None = None

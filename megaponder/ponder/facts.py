@@ -22,6 +22,7 @@ def facts_of(method: MethodLike, seed: int = 0) -> MethodFacts:
         keeps_kv=method.keeps_kv,
         reads_every_pass=method.reads_every_pass,
         skips=method.skips,
+        weighs=method.weighs,
         core=method.core,
         free_passes=not all(p.grad for p in longest),
         frozen=not any(p.grad for p in longest),

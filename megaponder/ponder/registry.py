@@ -58,8 +58,22 @@ def parse_options(cls: type[Method], values: Mapping[str, Any]) -> Any:
                 f"it must be of type {want.__name__}",
                 f"the default is {getattr(defaults, name)!r}",
             )
-        declaration(known[name]).check(f"ponder.options.{name}", value, getattr(defaults, name))
+        declared = declaration(known[name])
+        declared.check(f"ponder.options.{name}", value, getattr(defaults, name))
+        other = declared.unless
+        if other and other not in values and (usual := getattr(defaults, other)):
+            rule = f"it has no effect with ponder.options.{other}, which is {usual} unless it is given"
+            fix = f"set {other} to 0.0, or leave {name} out"
+            raise ConfigError(f"ponder.options.{name}", value, rule, fix)
     return cls.Options(**values)
+
+
+def changed_defaults(name: str) -> dict[str, Any]:
+    """Options of a method whose default was another in earlier versions, with that one; none of a method that is not
+    known here."""
+    cls = methods().get(name)
+    every = {f.name: declaration(f).earlier for f in fields(cls.Options)} if cls else {}
+    return {option: earlier for option, earlier in every.items() if earlier is not None}
 
 
 def _with_current_names(cls: type[Method], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from megaponder.config import rules
 from megaponder.config.resolve import init_std
@@ -14,7 +14,7 @@ from megaponder.errors import UserError
 from megaponder.ponder.base import Method, Shape
 from megaponder.ponder.facts import facts_of
 from megaponder.ponder.plugins import is_loaded, load_plugin
-from megaponder.ponder.registry import build_method, methods
+from megaponder.ponder.registry import build_method, changed_defaults, methods
 
 
 def method_of(cfg: RunConfig) -> Method:
@@ -38,6 +38,28 @@ def use_plugin(ponder: PonderConfig) -> None:
     """Run the plugin of a configuration that is the user's own, not one that came with a checkpoint."""
     if ponder.plugin is not None:
         load_plugin(ponder.plugin)
+
+
+def as_a_run_meant_it(ponder: PonderConfig) -> PonderConfig:
+    """The section of a file that a run wrote: what it does not state had the default of the version that wrote it."""
+    earlier = changed_defaults(ponder.method)
+    return replace(ponder, options={**ponder.options, **{k: v for k, v in earlier.items() if k not in ponder.options}})
+
+
+def with_stated_options(cfg: RunConfig, before: PonderConfig | None = None) -> RunConfig:
+    """A copy that means the same where defaults are others: it states the options whose default has changed.
+
+    `before`: of the run that goes on, or whose weights are loaded; what is not said otherwise stays as it was there.
+    """
+    options = dict(cfg.ponder.options)
+    missing = changed_defaults(cfg.ponder.method).keys() - options.keys()
+    if missing and before is not None and before.method == cfg.ponder.method:
+        options |= {name: before.options[name] for name in missing & before.options.keys()}
+        missing -= options.keys()
+    if missing:
+        now = method_of(cfg).options
+        options |= {name: getattr(now, name) for name in sorted(missing)}
+    return replace(cfg, ponder=replace(cfg.ponder, options=options))
 
 
 def table_rows(cfg: RunConfig) -> dict[str, int]:

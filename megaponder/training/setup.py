@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from megaponder.checkpoint.choose import named
 from megaponder.checkpoint.state import load_saved_config
 from megaponder.config import launcher
 from megaponder.config.fields import all_fields, value_of
@@ -15,7 +17,7 @@ from megaponder.config.load import dump
 from megaponder.config.resolve import resolve
 from megaponder.config.rules import check
 from megaponder.config.rules.case import Machine, this_machine
-from megaponder.config.schema import RunConfig
+from megaponder.config.schema import PonderConfig, RunConfig
 from megaponder.data.check import check_data, fill_from_data
 from megaponder.errors import ConfigError, UserError
 from megaponder.monitor.throughput import Costs
@@ -28,10 +30,11 @@ if TYPE_CHECKING:
 
 def complete(cfg: RunConfig) -> RunConfig:
     """Resolved, filled from the datasets and checked; ConfigError or UserError for the first mistake."""
-    from megaponder.ponder.settings import method_of, use_plugin
+    from megaponder.ponder.settings import method_of, use_plugin, with_stated_options
 
     cfg = resolve(cfg)
     use_plugin(cfg.ponder)
+    cfg = with_stated_options(cfg, _options_before(cfg))
     cfg = fill_from_data(cfg, check_data(cfg))
     world, machine = launcher.place().world_size, this_machine()
     method = method_of(cfg)
@@ -39,6 +42,22 @@ def complete(cfg: RunConfig) -> RunConfig:
     _refuse_what_cannot_fit(cfg, method, world, machine)
     refuse_unknown_tasks(cfg)
     return cfg
+
+
+def _options_before(cfg: RunConfig) -> PonderConfig | None:
+    """Method and options of the newest checkpoint of the run folder, or of the one that is loaded.
+
+    What is wrong with either is said later, by all ranks together.
+    """
+    for place in (cfg.run, cfg.checkpoint.load):
+        try:
+            there = named(place).candidates if place is not None and Path(place).is_dir() else []
+        except UserError:
+            continue
+        for path in there:
+            with suppress(UserError):
+                return load_saved_config(path).ponder
+    return None
 
 
 def refuse_unknown_tasks(cfg: RunConfig) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.command import RESULTS, write
-from benchmarks.training import TABLES
+from benchmarks.training_rows import TABLES
 from megaponder.errors import UserError
 
 SCRIPTS = (
@@ -212,4 +212,4 @@ def test_help(script: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_script_is_tried() -> None:
-    assert {p.stem for p in RESULTS.parent.glob("*.py")} == {*SCRIPTS, "command", "one_tree", "report"}
+    assert {p.stem for p in RESULTS.parent.glob("*.py")} == {*SCRIPTS, "command", "one_tree", "report", "training_rows"}

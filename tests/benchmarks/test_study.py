@@ -6,13 +6,15 @@ import gzip
 import json
 import lzma
 import random
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import zstandard
 
-from benchmarks.study import answers, corpus, queue
+from benchmarks.study import answers, corpus, queue, run
 from benchmarks.study.__main__ import chosen, main
 from benchmarks.study.rows import SIZES, rows
 from megaponder.config.load import from_mapping
@@ -124,6 +126,49 @@ def test_a_row_waits_for_memory() -> None:
     assert queue.place([job(200)], [], 1, 100) is not None  # alone it may try
 
 
+TRAIN = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+print("trains", flush=True)
+time.sleep(float(sys.argv[1]))
+"""
+ROW = f"""
+import subprocess, sys, time
+from pathlib import Path
+from benchmarks.study import evaluation, run
+
+real, words = subprocess.Popen, [sys.executable, "-c", {TRAIN!r}, sys.argv[2]]
+run.subprocess.Popen = lambda *_, **__: real(words)
+evaluation.prepare = lambda: None
+evaluation.evaluate = lambda *_: (print("evaluates", flush=True), time.sleep(99))
+sys.exit(run.main(Path(sys.argv[1])))
+"""
+
+
+def test_rows_end_with_the_queue(tmp_path: Path) -> None:
+    """One that trains after saving, one that is evaluated at once, and one that does not listen."""
+    task = tmp_path / "row.json"
+    queue.write(task, {"config": {"run": str(tmp_path / "run")}, "corpus": None})
+    deaf = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(99)"
+    )
+    lines = ([ROW, str(task), "99"], [ROW, str(task), "0"], [deaf])
+    every = [
+        subprocess.Popen([sys.executable, "-c", *line], stdout=subprocess.PIPE, text=True, start_new_session=True)
+        for line in lines
+    ]
+    for process, last in zip(every, ("trains", "evaluates", "deaf"), strict=True):
+        assert process.stdout is not None
+        while process.stdout.readline() != f"{last}\n":
+            assert process.poll() is None
+    every[1].send_signal(run.SAVE)  # time is nearly up: what is evaluated may end
+    with pytest.raises(subprocess.TimeoutExpired):
+        every[1].wait(0.3)
+    queue.end_all(every[:2], 30)
+    queue.end_all(every[2:], 0.1)
+    assert [process.returncode for process in every] == [run.STOPPED, run.STOPPED, -signal.SIGKILL]
+
+
 def test_a_row_trains_and_is_evaluated_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,8 +189,8 @@ def test_a_row_trains_and_is_evaluated_once(
     assert variants["share 0.6"]["depth"] < variants["share 0.9"]["depth"] < 4
     analysis = result["evaluation"]["analysis"]
     assert len(analysis["losses"]) == 4 and {c["by"] for c in analysis["classes"]} == {"text", "frequency"}
-    run = tmp_path / "work" / result["name"]
-    assert json.loads((run / "eval.json").read_text()) == result["evaluation"]
+    place = tmp_path / "work" / result["name"]
+    assert json.loads((place / "eval.json").read_text()) == result["evaluation"]
     assert main([*words, "--rows", "ponderlm"]) == 0
     told = capsys.readouterr().out
     assert "done before" in told and "started" not in told

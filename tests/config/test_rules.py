@@ -469,7 +469,7 @@ class Drawn:
 
     name, options = "drawn", None
     rider_channels, mixes_vocabulary, keeps_kv, skips = 2, True, True, False
-    core, reads_every_pass = None, False
+    core, reads_every_pass, weighs = None, False, False
 
     class Pass:
         def __init__(self, slots: int):
@@ -499,10 +499,10 @@ def test_facts_of_a_method() -> None:
     for name, options, own in (
         ("ponderlm", {}, False),
         ("ponderlm", {"feedback": "projected"}, True),
-        ("adaponderlm", {}, True),
+        ("adaponderlm", {"target": 0.0}, True),
         ("adaponderlm", with_budget, True),
         ("confident_ponderlm", with_budget, True),
-        ("confident_ponderlm", {}, False),
+        ("confident_ponderlm", {"target": 0.0}, False),
     ):
         assert facts_of(build_method(name, options, shape)).has_parameters == own, (name, options)
 

@@ -120,8 +120,8 @@ def test_depth_follows_the_target(method: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("method", "options", "weights", "statistic"),
     [
-        ("ponderlm3", {"latents": 2, "jacobi": 1}, (0.0, 0.1, 1.0), "expected_depth"),
-        ("adaptive_cot", {"threshold": 0.5}, (0.0, 10.0, 100.0), "depth"),
+        ("ponderlm3", {"latents": 2, "target": 0.0, "jacobi": 1}, (0.0, 0.1, 1.0), "expected_depth"),
+        ("adaptive_cot", {"target": 0.0, "threshold": 0.5}, (0.0, 10.0, 100.0), "depth"),
     ],
 )
 def test_depth_follows_the_cost(

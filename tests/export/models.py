@@ -30,14 +30,14 @@ METHODS: dict[str, dict[str, Any]] = {
     "ponderlm_top": {"steps": 2, "topk": 5, "multiply_by_steps": True},
     # thresholds by which the tokens of `ids` halt at different depths
     "ponderlm2": {"latents": 2, "jacobi": 2},
-    "ponderlm3": {"latents": 3, "jacobi": 2, "threshold": 0.3},
-    "adaponderlm": {"steps": 3, "threshold": 0.5, "topk": 9, "gate_width": 2},
-    "adaptive_cot": {"steps": 3, "threshold": 0.3},
+    "ponderlm3": {"latents": 3, "jacobi": 2, "target": 0.0, "threshold": 0.3},
+    "adaponderlm": {"steps": 3, "target": 0.0, "threshold": 0.5, "topk": 9, "gate_width": 2},
+    "adaptive_cot": {"steps": 3, "target": 0.0, "threshold": 0.3},
 }
 RELATED: dict[str, dict[str, Any]] = {
     "retrofit": {"prelude": 1, "coda": 0, "recurrence": 3, "kept": 1, "draw": "fixed", "noise_seed": 5},
     "pruned_ponderlm": {"steps": 3, "depth": 2.4},
-    "confident_ponderlm": {"steps": 2, "threshold": 0.06, "topk": 7},
+    "confident_ponderlm": {"steps": 2, "target": 0.0, "threshold": 0.06, "topk": 7},
 }
 """Methods that share their parts with one of the others."""
 EVERY = (*METHODS, *RELATED)

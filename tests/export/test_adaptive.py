@@ -102,14 +102,14 @@ def test_forward_is_the_formula(method: str, family: str, k: int, tmp_path: Path
     [
         ("pruned_ponderlm", {"steps": 3, "depth": 2.4}),
         ("pruned_ponderlm", {"steps": 2, "depth": 1.6, "by": "position"}),
-        ("confident_ponderlm", {"steps": 2, "threshold": 0.06, "topk": 7}),
+        ("confident_ponderlm", {"steps": 2, "target": 0.0, "threshold": 0.06, "topk": 7}),
         ("ponderlm", {"steps": 2, "feedback": "hidden"}),
         ("ponderlm", {"steps": 2, "feedback": "projected"}),
-        ("adaponderlm", {"steps": 3, "threshold": 0.7, "shared_gate": True}),
-        ("adaponderlm", {"steps": 2, "threshold": 0.5, "router": "linear"}),
-        ("adaponderlm", {"steps": 2, "router": "none"}),
-        ("adaptive_cot", {"steps": 3, "threshold": 0.3, "router": "mlp"}),
-        ("adaptive_cot", {"steps": 2, "router": "none"}),
+        ("adaponderlm", {"steps": 3, "target": 0.0, "threshold": 0.7, "shared_gate": True}),
+        ("adaponderlm", {"steps": 2, "target": 0.0, "threshold": 0.5, "router": "linear"}),
+        ("adaponderlm", {"steps": 2, "target": 0.0, "router": "none"}),
+        ("adaptive_cot", {"steps": 3, "target": 0.0, "threshold": 0.3, "router": "mlp"}),
+        ("adaptive_cot", {"steps": 2, "target": 0.0, "router": "none"}),
     ],
 )
 @torch.no_grad()

@@ -48,12 +48,15 @@ CASES: dict[str, dict[str, Any]] = {
         "family": "llama", "method": "ponderlm", "options": {"steps": 2, "accumulate": False, "gentle_start": True},
     },
     "ponderlm2-drawn": {"family": "llama", "method": "ponderlm2", "options": {"jacobi_from": 1, "jacobi_to": 3}},
-    "ponderlm3": {"family": "llama", "method": "ponderlm3", "options": {"latents": 2, "ramp_end": 4}},
+    "ponderlm3": {"family": "llama", "method": "ponderlm3", "options": {"latents": 2, "target": 0.0, "ramp_end": 4}},
     "adaponderlm": {
-        "family": "pythia", "method": "adaponderlm", "options": {"steps": 2, "ramp_start": 1, "ramp_end": 4},
+        "family": "pythia", "method": "adaponderlm",
+        "options": {"steps": 2, "target": 0.0, "ramp_start": 1, "ramp_end": 4},
     },
-    "adaponderlm-gathered": {"family": "pythia", "method": "adaponderlm", "options": {"steps": 2}, "skip": True},
-    "adaptive_cot": {"family": "llama", "method": "adaptive_cot"},
+    "adaponderlm-gathered": {
+        "family": "pythia", "method": "adaponderlm", "options": {"steps": 2, "target": 0.0}, "skip": True,
+    },
+    "adaptive_cot": {"family": "llama", "method": "adaptive_cot", "options": {"target": 0.0}},
     "adaponderlm-budget": {
         "family": "pythia", "method": "adaponderlm",
         "options": {"target": 0.6, "explore": 0.5, "ramp_start": 1, "ramp_end": 4},
@@ -81,16 +84,19 @@ CASES: dict[str, dict[str, Any]] = {
         "family": "mistral", "method": "loop", "options": {"extra_passes": 1}, "features": {"attention_window": 37},
     },
     "window-merged": {
-        "family": "llama", "method": "adaptive_cot", "options": {}, "features": {"attention_window": 37},
+        "family": "llama", "method": "adaptive_cot", "options": {"target": 0.0}, "features": {"attention_window": 37},
     },
     "stream-norm-qk-bias": {
         "family": "llama", "method": "loop", "options": {"extra_passes": 1},
         "features": {"norm_placement": "stream", "qkv_bias": "qk", "rotary_pairs": "adjacent"},
     },
     "ponderlm-documents": {"family": "pythia", "method": "ponderlm", "options": {"steps": 2}, "documents": True},
-    "adaptive_cot-documents": {"family": "llama", "method": "adaptive_cot", "documents": True},
+    "adaptive_cot-documents": {
+        "family": "llama", "method": "adaptive_cot", "options": {"target": 0.0}, "documents": True,
+    },
     "adaponderlm-documents-gathered": {
-        "family": "pythia", "method": "adaponderlm", "options": {"steps": 2}, "skip": True, "documents": True,
+        "family": "pythia", "method": "adaponderlm", "options": {"steps": 2, "target": 0.0}, "skip": True,
+        "documents": True,
     },
     "depth": {
         "family": "llama", "method": "loop", "options": {"extra_passes": 1},

@@ -14,9 +14,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 CASES: dict[str, tuple[str, str, dict[str, Any], bool]] = {
     "plain": ("llama", "vanilla", {}, False),  # Transformer Engine's own exchange of keys and values
     "rows": ("llama", "ponderlm2", {}, False),
-    "key-bias": ("llama", "ponderlm3", {"latents": 2}, False),  # fused calls, merged
-    "key-sets": ("llama", "adaptive_cot", {}, False),
-    "kept-keys": ("pythia", "adaponderlm", {}, False),
+    "key-bias": ("llama", "ponderlm3", {"latents": 2, "target": 0.0}, False),  # fused calls, merged
+    "key-sets": ("llama", "adaptive_cot", {"target": 0.0}, False),
+    "kept-keys": ("pythia", "adaponderlm", {"target": 0.0}, False),
     "documents": ("llama", "loop", {"extra_passes": 1}, True),  # masks
 }
 

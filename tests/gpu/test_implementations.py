@@ -16,12 +16,16 @@ CASES = [
     ("llama", "loop", {"extra_passes": 2}),
     ("gpt2", "vanilla", {}),
     ("llama", "ponderlm2", {}),
-    ("llama", "ponderlm3", {"latents": 2}),
-    ("pythia", "adaponderlm", {}),
-    ("llama", "adaptive_cot", {}),
+    ("llama", "ponderlm3", {"latents": 2, "target": 0.0}),
+    ("pythia", "adaponderlm", {"target": 0.0}),
+    ("llama", "adaptive_cot", {"target": 0.0}),
     ("llama", "parcae", {"prelude": 1, "coda": 1, "recurrence": 2, "draw_to": 0, "kept": 2, "value_embeddings": True}),
 ]
-WINDOWED = [("pause", {"pauses": 2, "pause_token_id": 900}), ("ponderlm3", {"latents": 2}), ("adaptive_cot", {})]
+WINDOWED = [
+    ("pause", {"pauses": 2, "pause_token_id": 900}),
+    ("ponderlm3", {"latents": 2, "target": 0.0}),
+    ("adaptive_cot", {"target": 0.0}),
+]
 FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixed": (
         "llama",

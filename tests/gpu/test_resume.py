@@ -43,7 +43,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 MODEL = {
     "model__hidden_size": 64, "model__num_heads": 4, "model__num_kv_heads": 4, "model__ffn_size": 128,
-    "model__vocab_size": 96, "ponder__method": "adaponderlm", "ponder__options": {"steps": 2},
+    "model__vocab_size": 96, "ponder__method": "adaponderlm", "ponder__options": {"steps": 2, "target": 0.0},
     "data__sequence_length": 32, "train__global_batch": 8, "train__micro_batch": 4, "train__eval_batches": 1,
 }  # fmt: skip
 """Sizes that FP8 and the fused kernels accept."""

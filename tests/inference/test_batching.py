@@ -24,7 +24,7 @@ def by_passes(name: str) -> bool:
 METHODS: dict[str, dict[str, Any]] = {
     **{name: options for name, options in models.METHODS.items() if by_passes(name)},
     "pruned_ponderlm": {"steps": 3, "depth": 2.4},
-    "confident_ponderlm": {"steps": 2, "threshold": 0.06},
+    "confident_ponderlm": {"steps": 2, "target": 0.0, "threshold": 0.06},
     "ouro": {"loops": 3, "threshold": 0.7, "skips_loops": True},
     **{name: models.METHODS[name] for name in (*models.LATENT, "nanbeige")},
 }

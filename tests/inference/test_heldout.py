@@ -99,7 +99,7 @@ def test_fewer_passes_of_a_model_with_gates_are_all_tokens_stopping_there(tmp_pa
     from megaponder.export import reference
 
     checkpoints.make("llama", "adaponderlm", tmp_path / "run", {"sequence_length": LENGTH}, method_options={
-        "steps": 3, "threshold": 0.0,
+        "steps": 3, "target": 0.0, "threshold": 0.0,
     })  # fmt: skip
     prefix, _ = written(tmp_path / "text", 3 * LENGTH)
     cfg, state = heldout.read_model(tmp_path / "run")

@@ -157,7 +157,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Promethe
         "run": str(root / "run"), "data": str(root), "train__steps": 20000, "train__eval_every": 10,
         "train__micro_batch": 4, "train__eval_batches": 1, "checkpoint__every": 10, "checkpoint__keep_last": 1,
         "logging__every": 1, "logging__peak_tflops": 1.0, "logging__prometheus_port": port,
-        "ponder__method": "adaponderlm",
+        "ponder__method": "adaponderlm", "ponder__options": {"target": 0.0},
     }  # fmt: skip
     server = Prometheus(root, port)
     workers = Workers("tests.training.workers:run_train", 1, job)

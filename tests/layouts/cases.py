@@ -47,36 +47,54 @@ CASES = {
     "ponderlm3-llama-gqa": Case(
         "llama",
         "ponderlm3",
-        {"latents": 2, "jacobi": 2, "cost_weight": 0.3, "threshold": 0.3},
+        {"latents": 2, "target": 0.0, "jacobi": 2, "cost_weight": 0.3, "threshold": 0.3},
         {"num_kv_heads": 2},
     ),
     "ponderlm3-pythia-deep": Case(
         "pythia",
         "ponderlm3",
-        {"latents": 2, "jacobi": 1, "cost_weight": 0.3, "target_depth": 1.1, "threshold": 0.3},
+        {"latents": 2, "target": 0.0, "jacobi": 1, "cost_weight": 0.3, "target_depth": 1.1, "threshold": 0.3},
         {"num_layers": 6},
     ),
     "adaponderlm-pythia-deep": Case(
-        "pythia", "adaponderlm", {"threshold": 0.5, "bottom_share": 0.5, "cost_weight": 0.3}, {"num_layers": 6}
+        "pythia",
+        "adaponderlm",
+        {"target": 0.0, "threshold": 0.5, "bottom_share": 0.5, "cost_weight": 0.3},
+        {"num_layers": 6},
     ),
     "adaponderlm-llama-gqa": Case(
         "llama",
         "adaponderlm",
-        {"steps": 2, "threshold": 0.6, "cost_on": "probability", "cost_weight": 0.3, "topk": 9, "gentle_start": True},
+        {
+            "steps": 2,
+            "target": 0.0,
+            "threshold": 0.6,
+            "cost_on": "probability",
+            "cost_weight": 0.3,
+            "topk": 9,
+            "gentle_start": True,
+        },
         {"num_kv_heads": 2},
     ),
     "adaptive-cot-llama-gqa": Case(
-        "llama", "adaptive_cot", {"threshold": 0.3, "cost_weight": 1.0, "cost_power": 0.7}, {"num_kv_heads": 2}
+        "llama",
+        "adaptive_cot",
+        {"target": 0.0, "threshold": 0.3, "cost_weight": 1.0, "cost_power": 0.7},
+        {"num_kv_heads": 2},
     ),
     "adaptive-cot-pythia-deep": Case(
         "pythia",
         "adaptive_cot",
-        {"steps": 2, "threshold": 0.4, "cost_weight": 1.0, "cost_power": 0.3},
+        {"steps": 2, "target": 0.0, "threshold": 0.4, "cost_weight": 1.0, "cost_power": 0.3},
         {"num_layers": 6},
     ),
     "ponderlm2-drawn-pythia": Case("pythia", "ponderlm2", {"jacobi_from": 0, "jacobi_to": 2}, steps=4),
-    "adaponderlm-skip": Case("pythia", "adaponderlm", {"threshold": 0.5, "steps": 2}, {"num_layers": 6}, skip=True),
-    "adaptive-cot-skip-gqa": Case("llama", "adaptive_cot", {"threshold": 0.3}, {"num_kv_heads": 2}, skip=True),
+    "adaponderlm-skip": Case(
+        "pythia", "adaponderlm", {"target": 0.0, "threshold": 0.5, "steps": 2}, {"num_layers": 6}, skip=True
+    ),
+    "adaptive-cot-skip-gqa": Case(
+        "llama", "adaptive_cot", {"target": 0.0, "threshold": 0.3}, {"num_kv_heads": 2}, skip=True
+    ),
     "adaponderlm-budget": Case(
         "llama",
         "adaponderlm",
@@ -103,7 +121,7 @@ CASES = {
     ),
     "pruned-pythia": Case("pythia", "pruned_ponderlm", {"steps": 2, "depth": 2.3}),
     "pruned-gpt2-skip": Case("gpt2", "pruned_ponderlm", {"steps": 2, "depth": 1.6, "by": "position"}, skip=True),
-    "confident-pythia": Case("pythia", "confident_ponderlm", {"steps": 2, "threshold": 0.1}),
+    "confident-pythia": Case("pythia", "confident_ponderlm", {"steps": 2, "target": 0.0, "threshold": 0.1}),
     "confident-budget-skip": Case(
         "llama",
         "confident_ponderlm",
@@ -195,7 +213,7 @@ CASES = {
     "depth-skip": Case(
         "pythia",
         "adaponderlm",
-        {"threshold": 0.5, "steps": 2, "cost_weight": 0.3},
+        {"target": 0.0, "threshold": 0.5, "steps": 2, "cost_weight": 0.3},
         {"depth_attention": {"sources": "last:5"}},
         skip=True,
     ),

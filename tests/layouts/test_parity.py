@@ -40,13 +40,17 @@ ODD = {
         "gpt2", "vanilla", {}, {"norm_placement": "sandwich", "qk_norm": "head", "norm": "rmsnorm"}
     ),
     "ponderlm-hidden": Case("pythia", "ponderlm", {"steps": 2, "feedback": "hidden"}),
-    "adaponderlm-shared": Case("llama", "adaponderlm", {"threshold": 0.5, "shared_gate": True, "cost_weight": 0.3}),
-    "adaponderlm-linear": Case(
-        "pythia", "adaponderlm", {"steps": 2, "threshold": 0.3, "router": "linear", "cost_weight": 0.3}
+    "adaponderlm-shared": Case(
+        "llama", "adaponderlm", {"target": 0.0, "threshold": 0.5, "shared_gate": True, "cost_weight": 0.3}
     ),
-    "adaponderlm-no-router": Case("llama", "adaponderlm", {"steps": 2, "router": "none"}),
-    "adaptive-cot-mlp": Case("llama", "adaptive_cot", {"threshold": 0.3, "cost_weight": 1.0, "router": "mlp"}),
-    "adaptive-cot-no-router": Case("pythia", "adaptive_cot", {"steps": 2, "router": "none"}),
+    "adaponderlm-linear": Case(
+        "pythia", "adaponderlm", {"steps": 2, "target": 0.0, "threshold": 0.3, "router": "linear", "cost_weight": 0.3}
+    ),
+    "adaponderlm-no-router": Case("llama", "adaponderlm", {"steps": 2, "target": 0.0, "router": "none"}),
+    "adaptive-cot-mlp": Case(
+        "llama", "adaptive_cot", {"target": 0.0, "threshold": 0.3, "cost_weight": 1.0, "router": "mlp"}
+    ),
+    "adaptive-cot-no-router": Case("pythia", "adaptive_cot", {"steps": 2, "target": 0.0, "router": "none"}),
     "adaptive-cot-budget-no-router": Case(
         "llama", "adaptive_cot", {"target": 0.6, "explore": 0.5, "score_weight": 20.0, "router": "none"}
     ),
@@ -65,11 +69,20 @@ ODD = {
     "ouro-stage-2-next": Case("llama", "ouro", {"loops": 2, "stage": 2, "judges": "next", "threshold": 0.6}),
     "window-pause": Case("llama", "pause", {"pauses": 2, "pause_token_id": 90}, {"attention_window": 4}),
     "window-latents": Case(
-        "llama", "ponderlm3", {"latents": 2, "jacobi": 2, "threshold": 0.3, "cost_weight": 0.3}, {"attention_window": 4}
+        "llama",
+        "ponderlm3",
+        {"latents": 2, "target": 0.0, "jacobi": 2, "threshold": 0.3, "cost_weight": 0.3},
+        {"attention_window": 4},
     ),
-    "window-merged": Case("llama", "adaptive_cot", {"threshold": 0.3, "cost_weight": 1.0}, {"attention_window": 4}),
+    "window-merged": Case(
+        "llama", "adaptive_cot", {"target": 0.0, "threshold": 0.3, "cost_weight": 1.0}, {"attention_window": 4}
+    ),
     "window-aligned": Case(
-        "pythia", "adaponderlm", {"threshold": 0.5, "steps": 2, "cost_weight": 0.3}, {"attention_window": 4}, skip=True
+        "pythia",
+        "adaponderlm",
+        {"target": 0.0, "threshold": 0.5, "steps": 2, "cost_weight": 0.3},
+        {"attention_window": 4},
+        skip=True,
     ),
     "llama3-adjacent": Case(
         "llama",
@@ -113,7 +126,7 @@ ODD = {
     "depth-listed-latents": Case(
         "llama",
         "ponderlm3",
-        {"latents": 2, "jacobi": 2, "threshold": 0.3, "cost_weight": 0.3},
+        {"latents": 2, "target": 0.0, "jacobi": 2, "threshold": 0.3, "cost_weight": 0.3},
         {"num_layers": 3, "depth_attention": {"sources": [0, 1], "passes": "within"}, "num_kv_heads": 2},
     ),
     "depth-blocks-residual-prob": Case(
@@ -127,7 +140,10 @@ ODD = {
         },
     ),
     "depth-merged": Case(
-        "llama", "adaptive_cot", {"threshold": 0.3, "cost_weight": 1.0}, {"num_kv_heads": 2, "depth_attention": ALL}
+        "llama",
+        "adaptive_cot",
+        {"target": 0.0, "threshold": 0.3, "cost_weight": 1.0},
+        {"num_kv_heads": 2, "depth_attention": ALL},
     ),
     "depth-ouro": Case(
         "llama",

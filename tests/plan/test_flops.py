@@ -138,7 +138,7 @@ def test_random_plans_are_averaged() -> None:
 
     class Drawn:
         name, options, rider_channels = "drawn", None, 0
-        mixes_vocabulary, keeps_kv, skips, core, reads_every_pass = False, False, False, None, False
+        mixes_vocabulary, keeps_kv, skips, core, reads_every_pass, weighs = False, False, False, None, False, False
 
         def passes(self, seed: int, step: int) -> Any:
             return method.passes(seed, step) * (1 + step % 2)
@@ -158,7 +158,7 @@ def test_random_plans_are_averaged() -> None:
 def test_what_gates_learn_from_costs_training_alone() -> None:
     """A budget of 3.6 of 4 passes: the losses after the third and the fourth are read, forward only."""
     head = 2 * 50304 * 1024
-    plain = config("llama-410m", "adaponderlm", steps=3)
+    plain = config("llama-410m", "adaponderlm", steps=3, target=0.0)
     held = config("llama-410m", "adaponderlm", steps=3, target=0.9)
     shares = [1.0, 1.0, 1.0, 0.6]
     flops = step_flops(held, method_of(held))

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.training import Row, config, planned_gib
+from benchmarks.training import config, planned_gib
+from benchmarks.training_rows import Row
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 TABLES = ("methods", "baseline", "passes", "ponderlm2", "halting", "one-gpu", "two-gpus")

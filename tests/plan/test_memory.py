@@ -45,6 +45,7 @@ def config(
     recompute: str,
     method: str = "vanilla",
     parts: int | None = None,
+    documents: bool = False,
     **options: Any,
 ) -> RunConfig:
     model = {"num_layers": layers, "hidden_size": 64, "num_heads": 4, "ffn_size": 160, "vocab_size": VOCAB}
@@ -53,7 +54,7 @@ def config(
             {
                 "model": model | SHAPES[shape],
                 "ponder": {"method": method, "options": options},
-                "data": {"sequence_length": TOKENS},
+                "data": {"sequence_length": TOKENS, "document_attention": documents},
                 "parallel": {"recompute": recompute, "recompute_layers": parts, "recompute_passes": parts},
                 "precision": {"dtype": dtype, "implementation": "local"},
                 "train": {"steps": 1, "global_batch": BATCH, "micro_batch": BATCH},
@@ -83,7 +84,10 @@ def saved_bytes(cfg: RunConfig) -> tuple[int, int]:
         return t
 
     ids = torch.randint(0, VOCAB, (BATCH, TOKENS))
-    batch, state, flow = MicroBatch(ids, ids, torch.ones(BATCH, TOKENS)), PassState(), None
+    starts = torch.zeros(BATCH, TOKENS, dtype=torch.long)
+    starts[:, TOKENS // 3 :] = TOKENS // 3
+    starts = starts if cfg.data.document_attention else None  # type: ignore[assignment]
+    batch, state, flow = MicroBatch(ids, ids, torch.ones(BATCH, TOKENS), starts), PassState(), None
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         for p in method.passes(0, 0):
             flow = stage.run_pass(p, batch, flow, state, None)
@@ -113,6 +117,15 @@ def test_counts_match_what_is_built_and_saved() -> None:
     methods.append(methods[0] | {"layers": 6} | ends)
     methods.append({"shape": "sandwich", "dtype": "fp32", "recompute": "none", "layers": 2, "method": "ouro"})
     cases = [case | {"layers": n} for case in layers for n in (2, 3)] + methods
+    apart: list[dict[str, Any]] = [
+        {"shape": "llama", "recompute": "none", "layers": 2, "dtype": dtype, "documents": documents} | method
+        for dtype in ("fp32", "bf16")
+        for method in ({"method": "loop"}, {"method": "ponderlm3", "latents": 2, "jacobi": 1, "target": 0.0})
+        for documents in (False, True)
+    ]
+    merged = apart[0] | {"method": "adaptive_cot", "steps": 2, "target": 0.0, "documents": True}
+    last = [*apart, merged, merged | {"layers": 3}]
+    cases += last
     found = run_workers("tests.plan.test_memory:measure", 1, args={"cases": cases})[0]
 
     for case, (parameters, _) in zip(cases, found, strict=True):
@@ -125,7 +138,19 @@ def test_counts_match_what_is_built_and_saved() -> None:
         expected = kept(cfg, BATCH * TOKENS)
         assert found[2 * i + 1][1] - found[2 * i][1] == pytest.approx(expected, rel=0.06), case
 
-    for case, (_, measured) in zip(methods, found[-len(methods) :], strict=True):
+    def planned(case: dict[str, Any]) -> int:
+        cfg = config(**case)
+        return rank_memory(cfg, facts_of(method_of(cfg)), method_of(cfg).passes(0, 0), 1, 0).activations
+
+    for i in range(0, len(apart), 2):  # masks of documents, one a layer
+        (_, joined), (_, parted) = found[i - len(last)], found[i + 1 - len(last)]
+        assert parted - joined == planned(last[i + 1]) - planned(last[i]), last[i]
+    # where keys of several passes are merged, as many as there are sets
+    without = [planned(case | {"documents": False}) for case in last[-2:]]
+    masks = (planned(last[-1]) - without[1]) - (planned(last[-2]) - without[0])
+    assert masks == (1 + 2 + 3) * BATCH * TOKENS**2 * 4 < found[-1][1] - found[-2][1]
+
+    for case, (_, measured) in zip(methods, found[-len(methods) - len(last) : -len(last)], strict=True):
         cfg = config(**case)
         method = method_of(cfg)
         memory = rank_memory(cfg, facts_of(method), method.passes(0, 0), 1, 0)

@@ -7,14 +7,18 @@ from typing import Any
 import pytest
 import torch
 
+from megaponder.config.resolve import resolve
+from megaponder.config.schema import ModelConfig, PonderConfig, RunConfig
 from megaponder.decoding.window import window
 from megaponder.errors import ConfigError
 from megaponder.ponder.base import Shape
 from megaponder.ponder.budget import Budgeted, lottery
 from megaponder.ponder.facts import facts_of
 from megaponder.ponder.registry import build_method
+from megaponder.ponder.settings import as_a_run_meant_it, with_stated_options
 
 SHAPE = Shape("llama", 2, 32)
+METHODS = ("adaponderlm", "adaptive_cot", "ponderlm3", "confident_ponderlm")
 
 
 @pytest.mark.parametrize(
@@ -30,11 +34,40 @@ def test_window(target: float, deepest: int, least: int, most: int) -> None:
     assert found.least <= found.mean == pytest.approx(target * deepest) and found.mean <= found.most
 
 
-@pytest.mark.parametrize("method", ["adaponderlm", "adaptive_cot", "ponderlm3", "confident_ponderlm"])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("target", "nearest"), [(0.2, "0.25"), (1.5, "1"), (-1.0, "0")])
 def test_impossible_targets_are_refused(method: str, target: float, nearest: str) -> None:
     with pytest.raises(ConfigError, match=rf"ponder.options.target = {target}.*use {nearest}\b"):
         build_method(method, {"target": target}, SHAPE)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_budget_is_the_default_and_the_published_form_is_asked_for(method: str) -> None:
+    made = build_method(method, {}, SHAPE)
+    assert made.options.target == 0.9 and made.window is not None  # type: ignore[attr-defined]
+    assert made.budget(0) == pytest.approx(3.6)
+    assert build_method(method, {"target": 0.0, "threshold": 0.5}, SHAPE).window is None
+    with pytest.raises(ConfigError, match=r"threshold = 0.5: .*target, which is 0.9 .*set target to 0.0, or leave thr"):
+        build_method(method, {"threshold": 0.5}, SHAPE)
+
+
+def test_runs_keep_the_form_that_they_were_started_with() -> None:
+    def config(method: str, **options: Any) -> RunConfig:
+        model = ModelConfig(family="llama", num_layers=2, hidden_size=32, num_heads=2)
+        return resolve(RunConfig(model=model, ponder=PonderConfig(method, options)))
+
+    def stated(cfg: RunConfig, before: PonderConfig | None = None) -> dict[str, Any]:
+        return with_stated_options(cfg, before).ponder.options
+
+    assert stated(config("adaponderlm", steps=2)) == {"steps": 2, "target": 0.9}
+    old = as_a_run_meant_it(config("adaponderlm", steps=2, threshold=0.5).ponder)
+    assert old.options == {"steps": 2, "threshold": 0.5, "target": 0.0}  # files of earlier versions do not state it
+    assert as_a_run_meant_it(old) == old
+    assert stated(config("adaponderlm", steps=2, threshold=0.5), old) == old.options
+    assert stated(config("adaponderlm", target=0.6), old) == {"target": 0.6}
+    assert stated(config("adaptive_cot"), old) == {"target": 0.9}  # another method: a run of its own
+    assert stated(config("ponderlm", steps=2), old) == {"steps": 2}
+    assert as_a_run_meant_it(PonderConfig("not-known-here", {"a": 1})).options == {"a": 1}
 
 
 def test_a_ramp_leads_from_all_passes_to_the_budget() -> None:

@@ -29,8 +29,8 @@ GATE = "method_modules.feedback_gate.weight"
 CASES = {
     "ponderlm": {"steps": 2},
     "ponderlm-newest": {"steps": 2, "accumulate": False},
-    "adaponderlm": {"steps": 2, "bottom_share": 0.0},
-    "adaponderlm-halting": {"steps": 2, "threshold": 0.5, "bottom_share": 0.0},
+    "adaponderlm": {"steps": 2, "target": 0.0, "bottom_share": 0.0},
+    "adaponderlm-halting": {"steps": 2, "target": 0.0, "threshold": 0.5, "bottom_share": 0.0},
     "adaponderlm-budget": {"steps": 2, "target": 0.6},
 }
 
@@ -68,8 +68,8 @@ def test_a_multiplied_embedding_is_not_the_vanilla_models() -> None:
 
 @pytest.mark.parametrize("method", ["ponderlm", "adaponderlm"])
 def test_exports_carry_the_gate(tmp_path: Path, method: str) -> None:
-    options = {"method_options": {"steps": 2, "gentle_start": True}}
-    net = checkpoints.make("llama", method, tmp_path / "run", **options)
+    options = {"steps": 2, "gentle_start": True} | ({"target": 0.0} if method == "adaponderlm" else {})
+    net = checkpoints.make("llama", method, tmp_path / "run", method_options=options)
     assert export(tmp_path / "run", tmp_path / "hf").max_difference < PARITY  # with and without cache
     loaded = load_folder(tmp_path / "hf")
     gate = float(loaded.method["feedback_gate"].weight)

@@ -109,15 +109,15 @@ def test_random_passes_are_drawn_from_seed_and_step_alone() -> None:
     [
         ("ponderlm2", {"latents": 0}, "latents"),
         ("ponderlm2", {"jacobi_from": 3, "jacobi_to": 2}, "jacobi_to"),
-        ("ponderlm3", {"threshold": 1.5}, "threshold"),
-        ("ponderlm3", {"ramp_start": 9, "ramp_end": 3}, "ramp_end"),
-        ("adaponderlm", {"bottom_share": -0.1}, "bottom_share"),
-        ("adaponderlm", {"cost_on": "gate"}, "cost_on"),
-        ("adaptive_cot", {"steps": 0}, "steps"),
-        ("adaptive_cot", {"cost_power": -1.0}, "cost_power"),
+        ("ponderlm3", {"target": 0.0, "threshold": 1.5}, "threshold"),
+        ("ponderlm3", {"target": 0.0, "ramp_start": 9, "ramp_end": 3}, "ramp_end"),
+        ("adaponderlm", {"target": 0.0, "bottom_share": -0.1}, "bottom_share"),
+        ("adaponderlm", {"target": 0.0, "cost_on": "gate"}, "cost_on"),
+        ("adaptive_cot", {"steps": 0, "target": 0.0}, "steps"),
+        ("adaptive_cot", {"target": 0.0, "cost_power": -1.0}, "cost_power"),
         ("pruned_ponderlm", {"depth": 9.0}, "depth"),
         ("pruned_ponderlm", {"by": "luck"}, "by"),
-        ("confident_ponderlm", {"threshold": 2.0}, "threshold"),
+        ("confident_ponderlm", {"target": 0.0, "threshold": 2.0}, "threshold"),
     ],
 )
 def test_bad_options_are_refused_by_name(method: str, options: dict[str, object], field: str) -> None:

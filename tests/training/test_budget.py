@@ -37,7 +37,7 @@ def test_a_budget_that_is_missed_is_named() -> None:
     for depth in (2.25, 2.55):
         said = _told({"target": 0.6}, _active(1, 1, 0.5) | {"wanted_depth": depth})["budget"]
         assert said is not None and f"{depth:.2f} passes" in said and "budget is 2.40" in said
-    paper = _told({"bottom_share": 0.1}, _active(1, 1, 0.1, 0.1))
+    paper = _told({"target": 0.0, "bottom_share": 0.1}, _active(1, 1, 0.1, 0.1))
     assert paper["budget"] is not None and "budget is 3.60; ponder.options.target would hold it" in paper["budget"]
     assert paper["one gate"] is not None and "100% halt after pass 1" in paper["one gate"]
 

@@ -54,7 +54,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def job(root: Path, name: str, method: str, **changes: Any) -> dict[str, Any]:
     """Two steps of a method from the imported weights; the first leaves a checkpoint."""
-    options = {COUNT[method]: 2} if method in COUNT else {}
+    options = {COUNT[method]: 2, "target": 0.0} if method in COUNT else {}
     ponder = {"ponder__method": method, "ponder__options": options}
     budget = {"train__steps": 1, "checkpoint__every": 1, "train__eval_batches": 0}
     start = {"checkpoint__load": str(root / "imported")}
@@ -137,8 +137,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def test_the_methods_parameters_are_trained_first(base: Base):
     only = {
-        "data": base.data, "ponder__method": "adaponderlm", "ponder__options": {"steps": 2}, "optimizer__lr": 1e-2,
-        "train__steps": 3, "train__method_only_steps": 2, "train__method_lr": 3e-2,
+        "data": base.data, "ponder__method": "adaponderlm", "ponder__options": {"steps": 2, "target": 0.0},
+        "optimizer__lr": 1e-2, "train__steps": 3, "train__method_only_steps": 2, "train__method_lr": 3e-2,
         "train__eval_batches": 0, "checkpoint__every": 1,
         "checkpoint__load": str(base.run), "model__tie_embeddings": True,
     }  # fmt: skip

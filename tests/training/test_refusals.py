@@ -48,7 +48,7 @@ def test_sentences_of_resuming(base: Base):
         job(
             "gates",
             ponder__method="adaponderlm",
-            ponder__options={"steps": 2, "gate_width": 4},
+            ponder__options={"steps": 2, "target": 0.0, "gate_width": 4},
             checkpoint__load=checkpoint,
         ),
         job("scaled", model__embedding_scale=2.0, checkpoint__load=checkpoint),
@@ -79,18 +79,18 @@ def _other_options(base: Base, checkpoint: str) -> None:
     again = {"run": str(gates), "data": base.data, "train__steps": 4, "ponder__method": "adaponderlm"}
     fresh = {"data": base.data, "train__steps": 1, "checkpoint__load": str(gates)}
     jobs = [
-        again | {"ponder__options": {"steps": 2, "gate_width": 2}},
-        again | {"ponder__options": {"steps": 1, "gate_width": 4}},
-        again | {"ponder__options": {"steps": 3, "gate_width": 4}},
+        again | {"ponder__options": {"steps": 2, "target": 0.0, "gate_width": 2}},
+        again | {"ponder__options": {"steps": 1, "target": 0.0, "gate_width": 4}},
+        again | {"ponder__options": {"steps": 3, "target": 0.0, "gate_width": 4}},
         fresh | {"run": str(base.root / "narrow"), "ponder__method": "adaponderlm"}
-        | {"ponder__options": {"steps": 2, "gate_width": 2}},
+        | {"ponder__options": {"steps": 2, "target": 0.0, "gate_width": 2}},
         fresh | {"run": str(base.root / "gateless")},
     ]  # fmt: skip
     (found,), output = run("refusals", 1, jobs=jobs)
     others = ("it has tensor method_modules.gates", "this model has no parameter for its tensor", "it has no tensor")
     for i, what in enumerate(others):
         sentence = f"ponder.options = {jobs[i]['ponder__options']!r}: checkpoint {gates}/checkpoints/step_00000002 was "
-        assert found[i].startswith(sentence + "trained with {'steps': 2, 'gate_width': 4}, and " + what)
+        assert found[i].startswith(sentence + "trained with {'steps': 2, 'target': 0.0, 'gate_width': 4}, and " + what)
         assert found[i].endswith("; use those, or a new run folder.")
     assert "Warning: ponder.options" not in output
     assert "has tensor method_modules.gates" in found[3] and "where this model has" in found[3]

@@ -128,7 +128,7 @@ def evaluated(base: Base, name: str) -> dict[str, object]:
     sets = {"held": [f"{base.data}/valid"], "seen": [f"{base.data}/train"]}
     return {
         "run": str(base.root / name), "data": base.data, "data__valid": sets, "train__steps": 2,
-        "ponder__method": "adaponderlm", "ponder__options": {"steps": 2}, "train__eval_depths_every": 2,
+        "ponder__method": "adaponderlm", "ponder__options": {"steps": 2, "target": 0.0}, "train__eval_depths_every": 2,
     }  # fmt: skip
 
 
@@ -320,7 +320,11 @@ def test_a_budget_goes_on_in_the_middle_of_its_ramp(base: Base):
     first = {"run": str(base.root / "budget"), "data": base.data} | BUDGET
     # one row, at the end, and the published gates, which have not moved yet: all tokens run all passes
     paper = {"run": str(base.root / "paper"), "data": base.data, "ponder__method": "adaponderlm"}
-    paper |= {"ponder__options": {"steps": 3, "bottom_share": 0.5}, "train__steps": 2, "logging__every": 1000}
+    paper |= {
+        "ponder__options": {"steps": 3, "target": 0.0, "bottom_share": 0.5},
+        "train__steps": 2,
+        "logging__every": 1000,
+    }
     _, said = run("run_many", 1, jobs=[first, paper])
     assert "warning: Over the last 200 steps a token ran 4.00 passes on average; the budget is 2.00" in said
     assert "ponder_valid_loss_at_random" not in base.rows("paper")[2]  # every token runs as many passes as any other

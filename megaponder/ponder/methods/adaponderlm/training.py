@@ -8,8 +8,9 @@
 
 The paper's cost does not hold its budget: asked to save 10 % of the passes, runs saved 21 to 67 %, one gate shut for
 nearly all tokens within ten steps of the ramp's start, and it never came back, for the gate of a halted token gets no
-gradient.  With `target` above 0 the gates are those of `megaponder.ponder.budget` instead, which hold theirs: a token
-runs `least` passes, and one (or two) more where the score says so; s is 1, and the only cost is the scores' error:
+gradient.  So that is the form with `target: 0.0`.  With a target, which is the default, the gates are those of
+`megaponder.ponder.budget`, which hold theirs: a token runs `least` passes, and one (or two) more where the score says
+so; s is 1, and the only cost is the scores' error:
 
     least <= target (S + 1) <= least + 1
     m^{i+1} = 1 before pass `least`, m^i [g^i >= theta] from there on
@@ -32,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megaponder.config.declare import declare
 from megaponder.decoding.gates import router
 from megaponder.errors import ConfigError
 from megaponder.ponder.base import ExitTools, Pass, Shape, pass_count, register, token_count
@@ -54,31 +56,32 @@ class AdaPonderLM(Budgeted, AlignedHalting):
     class Options:
         steps: int = pass_count(3)
         """S: pondering steps; the model runs at most S + 1 passes."""
-        target: float = 0.0
+        target: float = declare(0.9, earlier=0.0)
         """Share of the S + 1 passes that a token may spend in the mean, held by a threshold that follows it; 0: the
         paper's gates and cost, which hold no budget."""
         explore: float = 0.1
         """With a target: share of training's decisions that are drawn at random, so that scores and passes learn from
         all tokens."""
-        threshold: float = 1e-4
+        threshold: float = declare(1e-4, unless="target")
         """tau: a token goes on while its gate is at least this (without a target)."""
         topk: int = token_count(0)
         """Tokens in the mixture; 0 means the whole vocabulary."""
         cost_weight: float = 0.1
         """Weight of the ponder cost in the loss; with a target, of the scores' error."""
-        bottom_share: float = 0.1
-        """Final share k_s of gates, the smallest ones, that the cost pushes down: roughly the share of passes saved."""
+        bottom_share: float = declare(0.1, unless="target")
+        """Final share k_s of gates, the smallest ones, that the cost pushes down: roughly the share of passes saved
+        (without a target)."""
         ramp_start: int = 0
-        """Step at which k_s leaves 0; with a target, up to which all tokens run all passes of the window."""
+        """Step up to which all tokens run all passes of the window; without a target, at which k_s leaves 0."""
         ramp_end: int = 0
-        """Step from which on k_s is bottom_share, or the target is met."""
-        cost_on: str = "logit"
-        """What the cost averages: gate logits, or probability."""
+        """Step from which on the target is met, or k_s is bottom_share."""
+        cost_on: str = declare("logit", unless="target")
+        """What the cost averages: gate logits, or probability (without a target)."""
         gate_width: int = 4
         """Inner size of the gate MLPs, in multiples of the hidden size."""
-        router: str = "mlp"
+        router: str = declare("mlp", unless="target")
         """What the gates are, without a target: mlp (two layers), linear, or none (s is 1)."""
-        shared_gate: bool = False
+        shared_gate: bool = declare(False, unless="target")
         """One gate for all passes, without a target."""
         gentle_start: bool = False
         """Multiply what is fed back by a learned number that starts at 0: a trained vanilla model keeps its loss."""

@@ -6,10 +6,11 @@
     logits = (sum_k e_k h_k) Wo^T
     loss = CE + weight * mean of sum_{k<K} sg(p_k(target)^beta) reach_k g_k
 
-With `target` above 0 the gates g_k only weigh the states, and `megaponder.ponder.budget` decides who goes on and holds
-the budget; there is no cost but that of the scores.  A token runs `least` steps, and one (or two) more where the
-score says so.  The loss with which a token would leave at step k, from which the scores learn, is that of
-sum_{j<k} e_j h_j + reach_k h_k.  Without a target the depth follows from `cost_weight`, and no value of it is a budget.
+That is the form with `target: 0.0`: the depth follows from `cost_weight`, and no value of it is a budget.  With a
+target, which is the default, the gates g_k only weigh the states, and `megaponder.ponder.budget` decides who goes on
+and holds the budget; there is no cost but that of the scores.  A token runs `least` steps, and one (or two) more where
+the score says so.  The loss with which a token would leave at step k, from which the scores learn, is that of
+sum_{j<k} e_j h_j + reach_k h_k.
 
 All steps k of all tokens run at once, as pass k.  Known from arXiv 2602.08220: the two-dimensional causality, online
 continue gates, reach threshold, exit-mass mixture, a cost weighted by the probability of the correct token, and that
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megaponder.config.declare import declare
 from megaponder.decoding.gates import router
 from megaponder.ponder.base import (
     CoreAttention,
@@ -61,7 +63,7 @@ class AdaptiveCot(Budgeted, Method):
     class Options:
         steps: int = pass_count(3)
         """K: maximum latent steps of a token; the model runs at most K + 1 passes."""
-        target: float = 0.0
+        target: float = declare(0.9, earlier=0.0)
         """Share of the K + 1 passes that a token may spend in the mean, held by a threshold that follows it; 0: the
         reach and the cost decide, which hold no budget."""
         explore: float = 0.1
@@ -75,12 +77,12 @@ class AdaptiveCot(Budgeted, Method):
         """With a target: step up to which all tokens run all passes of the window."""
         ramp_end: int = 0
         """With a target: step from which on it is met."""
-        threshold: float = 0.01
+        threshold: float = declare(0.01, unless="target")
         """tau: a token goes on while its reach is at least this (without a target)."""
-        cost_weight: float = 0.01
+        cost_weight: float = declare(0.01, unless="target")
         """lambda: weight of the cost; more means earlier stops (without a target)."""
-        cost_power: float = 1.0
-        """beta: power of the correct token's probability in the cost; more means later stops."""
+        cost_power: float = declare(1.0, unless="target")
+        """beta: power of the correct token's probability in the cost; more means later stops (without a target)."""
         router: str = "linear"
         """What the gates g_k come from: linear, mlp (two layers), or none (they are 1)."""
         router_bias: float = 2.0

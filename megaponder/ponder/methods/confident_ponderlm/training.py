@@ -3,13 +3,15 @@ Adaptive Language Modeling (arXiv 2207.07061); a baseline for comparisons at equ
 
     m^{i+1} = m^i [max softmax(h^i Wo^T) < threshold]
 
-Either train with threshold 1 (never exits), calibrate the threshold on held-out text (`benchmarks/calibrate.py`) and
-evaluate with it; or set `target`: training then exits too, and `megaponder.ponder.budget` moves the threshold so that
-a token spends that share of the passes in the mean.  As for the other methods with a budget, every token runs `least`
-passes, one (or two) are open, and a share `explore` of training's decisions is drawn at random:
+Training exits, too, and `megaponder.ponder.budget` moves the threshold so that a token spends the share `target` of the
+passes in the mean.  As for the other methods with a budget, every token runs `least` passes, one (or two) are open, and
+a share `explore` of training's decisions is drawn at random:
 
     least <= target (S + 1) <= least + 1
     m^{i+1} = 1 before pass `least`, m^i [1 - max softmax(h^i Wo^T) >= theta] from there on
+
+Or, with `target: 0.0`: train with threshold 1 (never exits), find the threshold on held-out text
+(`benchmarks/calibrate.py`) and evaluate with it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megaponder.config.declare import declare
 from megaponder.ponder.base import ExitTools, Pass, Shape, pass_count, register, token_count
 from megaponder.ponder.budget import Budgeted
 from megaponder.ponder.halting import at_least, fraction, ordered
@@ -39,9 +42,9 @@ class ConfidentPonderLM(Budgeted, AlignedHalting):
     class Options:
         steps: int = pass_count(3)
         """S: pondering steps; a token runs at most S + 1 passes."""
-        threshold: float = 1.0
+        threshold: float = declare(1.0, unless="target")
         """Exit when the largest next-token probability reaches this; 1 never exits (without a target)."""
-        target: float = 0.0
+        target: float = declare(0.9, earlier=0.0)
         """Share of the S + 1 passes that a token may spend in the mean, held by a threshold that follows it; 0: the
         threshold above."""
         explore: float = 0.1

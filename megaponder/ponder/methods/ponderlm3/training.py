@@ -4,9 +4,10 @@
     attention: log w_{t,k} is added to every logit of the key of latent k;  readout: sum_k s_{t,k} h_{t,k}
     decoding: token t runs latents 1 .. max{k : w_{t,k} >= tau};  loss = CE + weight * mean of sum_{k>=1} w_{t,k}
 
-That cost answers to no budget (0.2 collapses to no latents at all), and pruning at tau in decoding leaves rows out that
-training weighs.  With `target` above 0 `megaponder.ponder.budget` decides how many rows a token
-has, in training as in decoding: `least` rows, and one (or two) more where a score of h_{t,0} says so.  Rows that a
+That is the form with `target: 0.0`.  Its cost answers to no budget (0.2 collapses to no latents at all), and pruning at
+tau in decoding leaves rows out that training weighs.  With a target, which is the default, `megaponder.ponder.budget`
+decides how many rows a token has, in training as in decoding: `least` rows, and one (or two) more where a score of
+h_{t,0} says so.  Rows that a
 token does not have have no keys, and a_t is -inf there, so that s_t is a softmax over the others.  The loss with which
 a token would stop at row k, from which the scores learn, is that of the softmax over rows 0 .. k; the only cost is the
 scores' error.
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megaponder.config.declare import declare
 from megaponder.ponder.base import (
     CoreAttention,
     EntryTools,
@@ -70,7 +72,7 @@ class PonderLM3(Budgeted, LatentMethod):
     class Options(LatentOptions):
         latents: int = pass_count(3)
         """K: the most latent thoughts of a token."""
-        target: float = 0.0
+        target: float = declare(0.9, earlier=0.0)
         """Share of the K + 1 rows that a token may spend in the mean, held by a threshold that follows it; 0: the
         router and the cost decide, which hold no budget."""
         explore: float = 0.1
@@ -80,16 +82,17 @@ class PonderLM3(Budgeted, LatentMethod):
         """With a target: weight of the scores' error in the loss."""
         gate_width: int = 4
         """With a target: inner size of the scores' MLPs, in hidden sizes."""
-        threshold: float = 1e-4
+        threshold: float = declare(1e-4, unless="target")
         """tau: decoding runs the latents whose tail mass is at least this (without a target)."""
-        cost_weight: float = 0.01
+        cost_weight: float = declare(0.01, unless="target")
         """Weight of the expected number of latents in the loss (without a target)."""
-        target_depth: float = 0.0
-        """Penalise only what a sequence's mean number of latents exceeds this by; 0: penalise all."""
+        target_depth: float = declare(0.0, unless="target")
+        """Penalise only what a sequence's mean number of latents exceeds this by; 0: penalise all (without a
+        target)."""
         ramp_start: int = 0
-        """Step at which the cost leaves 0; with a target, up to which all tokens run all rows of the window."""
+        """Step up to which all tokens run all rows of the window; without a target, at which the cost leaves 0."""
         ramp_end: int = 0
-        """Step from which on the cost has its full weight, or the target is met."""
+        """Step from which on the target is met, or the cost has its full weight."""
         router_bias: float = 2.0
         """Start of the router's bias for the full number of latents."""
 
