@@ -170,7 +170,17 @@ class Attention(nn.Module):
         if view.attends:
             return view.attend(self, entry, q, k, v), k, v
         k, v, own_k, own_v = view.join(entry, k, v, before)
-        return view.collected(self.softmax(view.spread(q), k, v, view.mask, view.weight)), own_k, own_v
+        q, mask, weight = view.spread(q), view.mask, view.weight
+        if not view.blocks or mask is None:
+            return view.collected(self.softmax(q, k, v, mask, weight)), own_k, own_v
+        out = [
+            self.softmax(
+                q[:, :, begin:end], k[:, :, :keys], v[:, :, :keys], mask[:, :, begin:end, :keys],
+                None if weight is None else weight[:, :keys],
+            )
+            for begin, end, keys in view.blocks
+        ]  # fmt: skip
+        return view.collected(torch.cat(out, dim=2)), own_k, own_v
 
     def softmax(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, weight: Tensor | None) -> Tensor:
         """[b, heads, r, d] of queries over keys and values [b, groups, k, d]; mask and weight: see `View`."""

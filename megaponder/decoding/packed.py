@@ -13,6 +13,9 @@ from torch import Tensor
 from megaponder.decoding.passes import View
 from megaponder.decoding.slots import Slots
 
+BLOCK = 1024
+"""Rows of a sequence that attention computes at once where there is a mask: none needs keys after its own token."""
+
 
 @dataclass
 class Packed(View):
@@ -89,6 +92,12 @@ def packed(
     if not (causal or shape[1] == 1) or not bool(exists.all()):
         mask = (key_token[:, None] <= row_token[..., None]) & exists[:, None]
         mask = None if shape[1] == 1 and bool(mask.all()) else mask[:, None]
+    blocks: list[tuple[int, int, int]] = []
+    if mask is not None and not store.merge and shape[1] > BLOCK:  # keys stand in the order of tokens
+        begins = range(0, shape[1], BLOCK)
+        ends = torch.stack([row_token[:, i : i + BLOCK].max() for i in begins]).tolist()
+        blocks = [(i, min(i + BLOCK, shape[1]), end + 1) for i, end in zip(begins, ends, strict=True)]
     weights = None if store.weight is None else store.weight[keys.clamp(min=0)]
     tokens = (row_token, key_token)
-    return Packed(positions[None], mask, weights, None, tokens, store, slots, keys.clamp(min=0), place, shape, layers)
+    given = (store, slots, keys.clamp(min=0), place, shape, layers)
+    return Packed(positions[None], mask, weights, None, tokens, *given, blocks=blocks)

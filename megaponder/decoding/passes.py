@@ -35,6 +35,8 @@ class View:
     """The tokens that the rows [1 or s, r] and the keys [1 or s, k] belong to; None: unknown, as in pages."""
     values: Values | None = field(default=None, kw_only=True)
     """What the method adds to values."""
+    blocks: list[tuple[int, int, int]] = field(default_factory=list, kw_only=True)
+    """(begin, end, keys) of rows that read the first `keys` keys alone, block after block; none: all at once."""
     of_all: Entries = field(default_factory=list, kw_only=True)
     """What layers of all passes so far have made of these rows (Depth-Attention)."""
 

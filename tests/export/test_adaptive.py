@@ -337,7 +337,7 @@ def test_prompts_may_be_refined_a_given_number_of_times() -> None:
 
 @pytest.mark.parametrize("method", models.HALTING)
 @torch.no_grad()
-def test_only_rows_that_go_on_are_computed_and_stored(method: str) -> None:
+def test_only_rows_that_go_on_are_computed_and_stored(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In prompts, batches and decoding: rows of the first layer and slots of the cache are the sum of depths."""
     net, n = make(method, "llama", 3), 40
     tokens, mask = ids(5, n), torch.ones(5, n, dtype=torch.long)
@@ -359,6 +359,10 @@ def test_only_rows_that_go_on_are_computed_and_stored(method: str) -> None:
         alone = net(tokens[i : i + 1, mask[i].bool()], output_depths=True)
         assert torch.equal(alone.depths[0], out.depths[i, mask[i].bool()])
         assert error(out.logits[i, mask[i].bool()], alone.logits[0]) < TIGHT
+    monkeypatch.setattr("megaponder.decoding.packed.BLOCK", 7)  # rows in blocks, each with the keys that it needs
+    blocks = net(tokens, attention_mask=mask, output_depths=True)
+    assert torch.equal(blocks.depths, out.depths)
+    assert error(blocks.logits[mask.bool()], out.logits[mask.bool()]) < TIGHT
 
 
 @torch.no_grad()
