@@ -223,6 +223,15 @@ def _canonical(content: dict[str, Any]) -> bytes:
     return json.dumps(content, sort_keys=True, ensure_ascii=True, separators=(",", ":")).encode()
 
 
+def vocabulary(tokenizer: Tokenizer) -> dict[str, int]:
+    """Every token's id by the name that the tokenizer has for it; bytes are called by their numbers."""
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return dict(tokenizer._backend.get_vocab(with_added_tokens=True))
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        return {tokenizer._backend.id_to_piece(i): i for i in range(tokenizer.vocab_size)}
+    return {str(i): i for i in range(256)} | tokenizer.special_tokens
+
+
 def load_tokenizer(
     name: str, eod: str | None = None, special_tokens: bool = False, specials_as_text: bool = False
 ) -> Tokenizer:

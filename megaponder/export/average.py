@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from megaponder.checkpoint import origin
 from megaponder.checkpoint.choose import named
 from megaponder.checkpoint.damage import damage
 from megaponder.checkpoint.weights import precise_weights, read_config, read_weights
@@ -55,6 +56,7 @@ def average(run: str | Path, out: str | Path, last: int | None = None, ema: bool
     with reference.engine(cfg, state) as engine:
         cfg = _of(cfg, out)
         checkpoint = save_weights(out / "checkpoints", cfg, engine.stage)
+    origin.record(out, "average", *sources)
     dump(start_config(cfg, out), out / "config.yaml")
     return Averaged(checkpoint, tuple(sources), ema)
 

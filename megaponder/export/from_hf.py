@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from megaponder.checkpoint import origin
 from megaponder.config.load import dump
 from megaponder.config.model import short_reach
 from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError
-from megaponder.export import folder, kept, layers, looped, names, native, reference, targets
-from megaponder.export.formats import FORMATS
+from megaponder.export import folder, kept, layers, names, reference
 from megaponder.export.import_config import run_config, start_config
-from megaponder.export.public_code import UNUSED, kind_of
+from megaponder.export.plain import to_plain
+from megaponder.export.public_code import kind_of
 from megaponder.export.requirements import require_transformers
 from megaponder.export.save import refuse_taken, save_weights
 from megaponder.ponder.settings import table_rows
@@ -112,31 +112,7 @@ def import_hf(
         with reference.engine(cfg, state) as engine:
             checkpoint = save_weights(out / "checkpoints", cfg, engine.stage, force=force)
     kept.keep(aside, out)
+    origin.record(out, "import", source)
     dump(start_config(cfg, out), out / "config.yaml")
     notes = tuple(note for note in (lost, short_reach(cfg.model)) if note)
     return Imported(checkpoint, cfg, count, worst, code, of_layers, notes)
-
-
-def to_plain(hf: dict[str, Any], tensors: names.Tensors, cfg: RunConfig, source: Path) -> names.Tensors:
-    """Plain tensors of any folder `source` that `run_config` accepts, in FP32."""
-    model = cfg.model
-    assert model.num_heads is not None
-    kind = hf["model_type"]
-    form = FORMATS.get(kind)
-    if kind_of(hf) is not None:
-        tensors = {name: tensor for name, tensor in tensors.items() if not UNUSED.fullmatch(name)}
-    if kind in looped.KINDS:
-        plain = looped.to_plain(kind, tensors, cfg)
-    else:
-        plain = (
-            targets.without_second_head(tensors) if form is None else native.from_native(tensors, form, model.num_heads)
-        )
-    if model.tie_embeddings:
-        head = plain.get("lm_head.weight")
-        if head is not None and not head.equal(plain.get("model.embed_tokens.weight", head)):
-            raise UserError(
-                f"{source}: tie_word_embeddings is true, but the weights of the head differ from those of the "
-                "embedding; set it to false in a copy of config.json."
-            )
-        plain = {name: tensor for name, tensor in plain.items() if name != "lm_head.weight"}
-    return {name: tensor.float() for name, tensor in plain.items()}

@@ -99,8 +99,9 @@ def read_model(path: str | Path, ema: bool = False) -> tuple[RunConfig, dict[str
         raise UserError(f"--ema: {folder} is an export, which has no moving average; export the run with --ema.")
     from megaponder.export import folder as hf_folder
     from megaponder.export import names
-    from megaponder.export.from_hf import run_config, to_plain
+    from megaponder.export.import_config import run_config
     from megaponder.export.load import refuse_too_large
+    from megaponder.export.plain import to_plain
 
     hf = hf_folder.read_config(folder)
     cfg = run_config(hf, folder, folder, frozenset())

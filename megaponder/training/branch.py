@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megaponder import files
-from megaponder.checkpoint import choose, folder
+from megaponder.checkpoint import choose, folder, origin
 from megaponder.checkpoint.damage import damage
 from megaponder.checkpoint.state import CONFIG, TrainState, load_saved_config, load_state
 from megaponder.config.budget import last_step
@@ -76,6 +76,7 @@ def branch(
         for arrays in (run / "cache").glob("order-*") if own_cache else ():
             if arrays.is_dir() and not arrays.suffix:
                 shutil.copytree(arrays, temporary / "cache" / arrays.name, copy_function=_link)
+        origin.record(temporary, "branch", source)
         dump(cfg, temporary / CONFIG)
         cfg = resolve(load_config(temporary / CONFIG, list(overrides)))
         last = last_step(cfg, state.step, state.sequences, state.tokens)

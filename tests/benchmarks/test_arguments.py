@@ -24,6 +24,7 @@ SCRIPTS = (
     "decoding",
     "documents",
     "halting",
+    "lineage",
     "long_context",
     "methods",
     "one_row",

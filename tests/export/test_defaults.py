@@ -15,11 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megaponder.export import configs, native
 from megaponder.export.formats import FORMATS
-from megaponder.export.from_hf import to_plain
 from megaponder.export.import_config import run_config
 from megaponder.export.kept import ENDS
 from megaponder.export.names import to_plain as of_stage
 from megaponder.export.names import to_stage
+from megaponder.export.plain import to_plain
 from megaponder.plan.parameters import model_parameters
 from tests.export import hf_models
 from tests.export.test_round_trip import round_trip, same_config

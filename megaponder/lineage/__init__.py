@@ -1,0 +1,1 @@
+"""Whether one model comes from another, and which came from which: AWM, HuRef, and a tree of models."""
