@@ -192,14 +192,15 @@ def main(argv: list[str] | None = None) -> None:
     neither = {frozenset(p) for p in truth.items()}
     undirected = sum(frozenset(p) in neither for p in said.items())
     whole = [sorted(names[i].split("/")[0] for i in members) for members in found.families]
+    pure = "each of one seed" if all(len(set(seeds)) == 1 for seeds in whole) else "and some mix seeds"
     command = shlex.join(["python", "-m", "benchmarks.lineage", *(sys.argv[1:] if argv is None else argv)])
     drawn = "\n".join(tree.lines(found))
     report = [
         "# Lineage scores of models whose lineage is known", "",
         f"`{command}`: {origin()}. Llama of 4 layers of 64 channels, {vocab} tokens, {args.steps} steps of {BATCH} x "
         f"{LENGTH} tokens for a base.", "", *table(pairs), "",
-        f"Families found: {len(found.families)} of {args.seeds}, {'all' if all(len(set(w)) == 1 for w in whole) else 'not all'} "
-        f"pure. Of {len(truth)} true edges the tree has {undirected}, and {right} in the true direction.", "",
+        f"Families found: {len(found.families)} of {args.seeds}, {pure}. Of {len(truth)} true edges the tree has "
+        f"{undirected}, and {right} in the true direction (no records).", "",
         "```", drawn, "```", "",
     ]  # fmt: skip
     results = {"command": command, "losses": losses, "pairs": pairs, "tree": tree.plain(found)}

@@ -3,7 +3,7 @@
 Both methods know the correspondence of two models from their shared tokens alone.  With tokens paired at random the
 matrices keep all that they have, heavy tails and spectra included, and only the correspondence is gone.  Models that
 were trained independently on the same text score higher than that, since equal tokens play equal parts in both; so a
-verdict also asks for a least score, which `python -m benchmarks.lineage` measured on such models.
+verdict also asks for a least score.  `python -m benchmarks.lineage` measures such models.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DRAWS = 8
 RELATED, UNRELATED = 6.0, 3.0
 """Standard deviations above the null from which models are related, and below which they are not (chosen here)."""
 FLOOR = {"awm official": 0.1, "awm robust": 0.3, "huref official": 0.3, "huref robust": 0.3}
-"""Least score of related models: above that of every independently trained pair in benchmarks/results/lineage.md."""
+"""Least score of related models, by kind: chosen here."""
 
 
 @dataclass(frozen=True)
