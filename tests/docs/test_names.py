@@ -23,7 +23,7 @@ SUFFIXES = {
 SCRIPTS = (".py", ".sh", ".sbatch")
 MADE = re.compile(
     r"(RUN|PREFIX|FOLDER|CHECKPOINT|OUT)\b.*|\.\w+|.*\.(html|bin|idx|distcp|jsonl)"
-    r"|(data|state|manifest|tokenizer|(\w+_)?config)\.json|config\.yaml|(ranks|stacks)/(\d+\.\w+)?|depth\.png|validation\.png|data/.*|site/|runs/.*|hf/.*|demo-run/.*"
+    r"|(data|state|manifest|tokenizer|origin|(\w+_)?config)\.json|config\.yaml|(ranks|stacks)/(\d+\.\w+)?|depth\.png|tree\.(png|svg)|validation\.png|data/.*|site/|runs/.*|hf/.*|demo-run/.*"
 )
 """Files that commands write or that a user has, and suffixes alone."""
 

@@ -43,7 +43,7 @@ def on_paper(theirs: Any) -> None:
     tensors = dict(model.state_dict())
     if cfg.model.tie_embeddings:
         tensors = {n: t for n, t in tensors.items() if n not in ("lm_head.weight", "embed_out.weight")}
-    plain = to_plain(fields, tensors, cfg)
+    plain = to_plain(fields, tensors, cfg, Path("hf"))
     stage = to_stage(plain, cfg.model)
     assert cfg.model.num_heads
     back = native.to_native(of_stage(stage, cfg.model), form, cfg.model.num_heads)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from megaponder.data.indexed import write_index
 from megaponder.errors import UserError
 from megaponder.lineage import awm, huref
 from megaponder.lineage.assignment import assign
@@ -114,6 +115,17 @@ def test_fingerprints_in_files(tmp_path: Path) -> None:
     for name in ("b", "c"):
         with pytest.raises(UserError, match=f"{name}.npz is not a fingerprint"):
             huref.read(tmp_path / f"{name}.npz")
+
+
+def test_the_rarest_tokens_of_a_dataset(tmp_path: Path) -> None:
+    ids = np.array([5, 5, 5, 2, 2, 7, 7, 9], dtype=np.uint16)
+    ids.tofile(tmp_path / "text.bin")
+    write_index(tmp_path / "text.idx", "uint16", np.array([3, 5]))
+    order = huref.by_frequency(str(tmp_path / "text"), 11)
+    assert order == [5, 7, 2, 9]  # of equally common ones the higher id first, as published
+    assert huref.choose(tiny(0), tiny(1), 2, order)[0].tolist() == [2, 9]
+    with pytest.raises(UserError, match="it has token 9"):
+        huref.by_frequency(str(tmp_path / "text"), 9)
 
 
 def test_tokens_of_a_file(tmp_path: Path) -> None:
