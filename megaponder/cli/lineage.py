@@ -28,8 +28,8 @@ examples
 A model is a checkpoint, a run (its newest checkpoint) or a Hugging Face folder with safetensors.  Scores are compared
 with those of the same models when their tokens are paired at random.
 
-exit code  0 related (tree: what is recorded agrees)   1 unrelated (tree: a record disagrees)   2 a mistake
-           3 inconclusive
+exit code  0 related (tree: no record is contradicted)   1 unrelated (tree: a record names an unrelated source)
+           2 a mistake   3 inconclusive
 """
 CODES = {"related": 0, "unrelated": 1, "inconclusive": 3}
 
@@ -153,7 +153,7 @@ def _said(args: argparse.Namespace, kind: str, score: float, random: Null, told:
     from megaponder import files
     from megaponder.lineage import null
 
-    word = null.verdict(kind, score, random)
+    word = null.verdict(score, random)
     print(
         f"score {score:.4f}; tokens paired at random {random.mean:.4f} +- {random.sd:.4f} "
         f"({len(random.scores)} draws); z {random.z(score):.1f}: {word}"
@@ -180,4 +180,4 @@ def _tree(args: argparse.Namespace) -> int:
 
         files.write_json(args.json, tree.plain(found))
     print(f"{paths[-1]}: open it in a browser; figure in {out / 'tree.png'}.")
-    return int(any(not check.agrees for check in found.checks))
+    return int(any(check.kind == "disagrees" for check in found.checks))

@@ -12,6 +12,7 @@ from megaponder.lineage import tree as trees
 from megaponder.lineage.tree import Tree
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#4d4d4d", "#8a6d00")
+RECORDS = {"agrees": "#009e73", "family only": "#e69f00", "disagrees": "#d55e00"}
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 28px auto; max-width: 1080px; padding: 0 16px; color: #212529; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; } .scroll { overflow-x: auto; }
@@ -73,7 +74,7 @@ def draw(tree: Tree) -> Any:
         )
     for check in tree.checks:
         if check.parent is not None:
-            color = "#009e73" if check.agrees else "#d55e00"
+            color = RECORDS[check.kind]
             bent = {"arrowstyle": "->", "color": color, "linestyle": "--", "connectionstyle": "arc3,rad=-0.25"}
             axes.annotate("", spots[check.child], spots[check.parent], arrowprops=bent, zorder=2)
     for number, family in enumerate(tree.families):
@@ -87,7 +88,7 @@ def draw(tree: Tree) -> Any:
     far = max(x for x, _ in spots.values()) or 1.0
     axes.set(xlim=(-0.18 * far, 1.18 * far), ylim=(rows - 0.2, -0.6), yticks=[],
              xlabel="distance from the root: arccos of robust AWM scores (radians), along the branches")  # fmt: skip
-    axes.set_title("grey: tree from the weights; dashed: what checkpoints record (green: agrees)", fontsize=9)
+    axes.set_title("grey: tree from the weights; dashed: what checkpoints record (green: agree)", fontsize=9)
     axes.spines[["top", "right", "left"]].set_visible(False)
     return figure
 
@@ -106,8 +107,7 @@ def _page(tree: Tree, svg: str) -> str:
         for i, (name, row) in enumerate(zip(names, tree.scores, strict=True), 1)
     )
     said = "".join(
-        f'<p class="{"" if check.agrees else "wrong"}">{"agrees" if check.agrees else "disagrees"}: '
-        f"{escape(check.words)}</p>"
+        f'<p class="{"" if check.kind == "agrees" else "wrong"}">{check.kind}: {escape(check.words)}</p>'
         for check in tree.checks
     )
     text = escape("\n".join(trees.lines(tree)))

@@ -71,7 +71,9 @@ class Check:
     parent: int | None
     """None: the recorded source is not in the set."""
     child: int
-    agrees: bool
+    kind: str
+    """agrees; family only: related, but elsewhere in the tree, which may well be the one that errs; disagrees: they are
+    unrelated."""
     words: str
 
 
@@ -130,7 +132,7 @@ def grow(nodes: Sequence[Node], by_id: bool = False, draws: int = null.DRAWS) ->
     if not random:
         raise UserError(f"No two of these models can be compared. {notes[0]}")
     measured = null.Null(tuple(random))
-    related = {p for p in pairs if null.verdict("awm robust", float(scores[p]), measured) == "related"}
+    related = {p for p in pairs if null.verdict(float(scores[p]), measured) == "related"}
     families, edges, guessed = [], [], []
     for members in _components(n, related):
         root = _recorded_root(nodes, members)
@@ -200,22 +202,24 @@ def _checks(
         if parent is None:
             assert node.origin is not None
             found.append(
-                Check(None, child, True, f"{node.name}: its source ({how} of {node.origin.sources[0]}) is not here.")
+                Check(
+                    None, child, "agrees", f"{node.name}: its source ({how} of {node.origin.sources[0]}) is not here."
+                )
             )
             continue
         claim = f"{node.name}: recorded as {how} of {nodes[parent].name}"
         if family[parent] != family[child]:
             words = f"{claim}, but the weights are unrelated (score {float(scores[parent, child]):.3f})."
-            found.append(Check(parent, child, False, words))
+            found.append(Check(parent, child, "disagrees", words))
         elif parents.get(child) == parent:
-            found.append(Check(parent, child, True, f"{claim}, as in the tree."))
+            found.append(Check(parent, child, "agrees", f"{claim}, as in the tree."))
         elif angle(float(scores[parent, child])) <= SAME:
-            found.append(Check(parent, child, True, f"{claim}; both have the same queries and keys."))
+            found.append(Check(parent, child, "agrees", f"{claim}; both have the same queries and keys."))
         elif parents.get(parent) == child:
-            found.append(Check(parent, child, False, f"{claim}, but the tree has it the other way round."))
+            found.append(Check(parent, child, "family only", f"{claim}, but the tree has it the other way round."))
         else:
             other = f"under {nodes[parents[child]].name}" if child in parents else "at the root"
-            found.append(Check(parent, child, False, f"{claim}, but the tree puts it {other}."))
+            found.append(Check(parent, child, "family only", f"{claim}, but the tree puts it {other}."))
     return tuple(found)
 
 
@@ -262,9 +266,9 @@ def lines(tree: Tree) -> list[str]:
         walk(family[0], "  ", "", "")
     out.append(
         f"tokens paired at random: {tree.null.mean:.4f} +- {tree.null.sd:.4f} ({len(tree.null.scores)} draws); related "
-        f"from {max(null.FLOOR['awm robust'], tree.null.mean + null.RELATED * tree.null.sd):.3f} on"
+        f"from {max(null.RELATED_SCORE, tree.null.mean + null.RELATED * tree.null.sd):.3f} on"
     )
-    out += [f"{'agrees' if c.agrees else 'DISAGREES'}: {c.words}" for c in tree.checks]
+    out += [f"{c.kind}: {c.words}" for c in tree.checks]
     return [*out, *tree.notes]
 
 

@@ -85,13 +85,13 @@ def test_noise_and_strangers() -> None:
 def test_the_null_is_that_of_strangers(mode: awm.Mode) -> None:
     ids = weights.shared(BASE, OTHER)
     random = null.of_awm(BASE, OTHER, ids, mode)
-    assert null.verdict(f"awm {mode}", awm_of(BASE, OTHER, mode), random) == "unrelated"
+    assert null.verdict(awm_of(BASE, OTHER, mode), random) == "unrelated"
     noisy = models.read(NET, models.noisy(PLAIN))
-    assert null.verdict(f"awm {mode}", awm_of(BASE, noisy, mode), null.of_awm(BASE, noisy, ids, mode)) == "related"
+    assert null.verdict(awm_of(BASE, noisy, mode), null.of_awm(BASE, noisy, ids, mode)) == "related"
     prints = [huref.fingerprint(m, ids[0], mode) for m in (BASE, OTHER, noisy)]
     for other, word in ((prints[1], "unrelated"), (prints[2], "related")):
         score = huref.compare(prints[0], other).score
-        assert null.verdict(f"huref {mode}", score, null.of_huref(prints[0], other)) == word
+        assert null.verdict(score, null.of_huref(prints[0], other)) == word
 
 
 @pytest.mark.parametrize("mode", awm.MODES)

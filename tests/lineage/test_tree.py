@@ -45,12 +45,18 @@ def test_families_parents_and_records(tmp_path: Path) -> None:
     ]
     edges = {names[e.child]: names[e.parent] for e in found.edges}
     assert edges == {"cpt": "base", "sft": "cpt", "other": "base", "disguised": "sft"}
-    said = {names[c.child]: (c.agrees, c.words) for c in found.checks}
-    assert said["cpt"] == (True, "cpt: recorded as load of base, as in the tree.")
-    assert said["sft"][0] and said["base"] == (True, "base: its source (load of /runs/gone) is not here.")
-    assert not said["other"][0] and "recorded as load of stranger, but the weights are unrelated" in said["other"][1]
+    said = {names[c.child]: (c.kind, c.words) for c in found.checks}
+    assert said["cpt"] == ("agrees", "cpt: recorded as load of base, as in the tree.")
+    assert said["sft"][0] == "agrees" and said["base"] == (
+        "agrees",
+        "base: its source (load of /runs/gone) is not here.",
+    )
+    assert (
+        said["other"][0] == "disagrees"
+        and "recorded as load of stranger, but the weights are unrelated" in said["other"][1]
+    )
     text = "\n".join(tree.lines(found))
-    assert "family 2\n  stranger (vanilla)" in text and "DISAGREES: other" in text
+    assert "family 2\n  stranger (vanilla)" in text and "disagrees: other" in text
     paths = picture.write(tmp_path / "out", found)
     assert [p.name for p in paths] == ["tree.png", "tree.svg", "tree.html"]
     page = paths[-1].read_text()
@@ -67,7 +73,7 @@ def test_the_root_without_records_and_with_wrong_ones() -> None:
     # the spanning tree is the same; a record that contradicts it is named
     wrong = replace(nodes[0], origin=Origin("load", ("/runs/base",)))
     found = tree.grow([wrong, nodes[4], nodes[2]])
-    assert [c.words for c in found.checks if not c.agrees] == [
+    assert [c.words for c in found.checks if c.kind == "family only"] == [
         "sft: recorded as load of base, but the tree puts it under cpt."
     ]
 
@@ -76,4 +82,4 @@ def test_the_same_weights() -> None:
     base = family()[2]
     place, run = Path("/runs/copy/x"), Path("/runs/copy")
     copy = replace(base, place=place, run=run, origin=Origin("branch", ("/runs/base",)))
-    assert [(c.child, c.agrees) for c in tree.grow([base, copy]).checks] == [(0, True), (1, True)]
+    assert [(c.child, c.kind) for c in tree.grow([base, copy]).checks] == [(0, "agrees"), (1, "agrees")]
