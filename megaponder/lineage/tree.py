@@ -168,7 +168,7 @@ def _recorded_root(nodes: Sequence[Node], members: list[int]) -> int | None:
     for i in above:
         seen, at = {i}, i
         while at in above and above[at] not in seen:
-            at = above[at]  # type: ignore[assignment]
+            at = above[at]
             seen.add(at)
             count[at] += 1
     return max(members, key=lambda i: (count[i], -i)) if above else None
