@@ -40,7 +40,7 @@ suite: env
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 oldest: $(OLDEST)
-	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest --quiet $(BOTH)
+	PYTHONPATH=$(OLDEST):$$PYTHONPATH $(BIN)/python -m pytest --quiet $(BOTH)
 
 # Without constraints.txt: whatever the registry has today.
 test-newest: ## What touches megatron-core, with the newest packages (make test-newest PYTHON=python3.12)
