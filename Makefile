@@ -34,13 +34,14 @@ demo: env ## Train, resume, export and sample a small pondering model on the CPU
 	$(BIN)/megaponder demo --out $(DEMO)
 
 test: env ## Lint and all tests, in three processes (make test JOBS=8 takes more)
-	@$(MAKE) --no-print-directory --jobs=3 suite lint oldest
+	@$(MAKE) --no-print-directory --jobs=2 suite lint
+	@$(MAKE) --no-print-directory oldest
 
 suite: env
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 oldest: $(OLDEST)
-	PYTHONPATH=$(OLDEST):$$PYTHONPATH $(BIN)/python -m pytest --quiet $(BOTH)
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest --quiet --numprocesses 2 $(BOTH)
 
 # Without constraints.txt: whatever the registry has today.
 test-newest: ## What touches megatron-core, with the newest packages (make test-newest PYTHON=python3.12)
