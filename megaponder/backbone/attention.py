@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megaponder.backbone.context import Context
 from megaponder.backbone.documents import Documents
-from megaponder.backbone.merged_attention import fused_is_possible, merged_causal
+from megaponder.backbone.merged_attention import all_heads, fused_is_possible, merged_causal
 from megaponder.backbone.shared_attention import shared_causal
 
 
@@ -62,12 +62,6 @@ def widen_key(k: Tensor, v: Tensor, key_bias: Tensor, scale: float) -> tuple[Ten
     zeros = k.new_zeros(*key_bias.shape, EXTRA - len(channels))
     extra = torch.cat([torch.stack(channels, dim=-1), zeros], dim=-1)[:, :, None].expand(-1, -1, k.shape[2], -1)
     return torch.cat([k, extra], -1), F.pad(v, (0, EXTRA))
-
-
-def all_heads(x: Tensor, heads: int) -> Tensor:
-    """Grouped-query attention: each key/value head of x [..., g, d] once for every query head that reads it."""
-    repeat = heads // x.shape[-2]
-    return x if repeat == 1 else x.repeat_interleave(repeat, dim=-2)
 
 
 class SdpaCore(nn.Module):

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from megaponder.backbone import fused
-from megaponder.backbone.attention import all_heads
 from megaponder.backbone.documents import Documents
 from megaponder.backbone.freqkv_documents import Blocks
+from megaponder.backbone.merged_attention import all_heads
 from megaponder.decoding.freqkv import resample, slots
 from megaponder.decoding.freqkv_blocks import FreqKV
 

@@ -26,6 +26,12 @@ def fused_is_possible(q: Tensor) -> bool:
     return q.dtype in (torch.float32, torch.float64, torch.bfloat16)
 
 
+def all_heads(x: Tensor, heads: int) -> Tensor:
+    """Grouped-query attention: each key/value head of x [..., g, d] once for every query head that reads it."""
+    repeat = heads // x.shape[-2]
+    return x if repeat == 1 else x.repeat_interleave(repeat, dim=-2)
+
+
 def forward_call(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = True) -> tuple[Any, ...]:
     """(output, log-sum-exp, further inputs of the backward kernel)."""
     if q.is_cuda:

@@ -15,16 +15,11 @@ import torch
 from torch import Tensor
 
 from megaponder.backbone.context import Context
-from megaponder.backbone.merged_attention import backward_call, combined, forward_call
-
-
-def _every_head(x: Tensor, heads: int) -> Tensor:
-    """[n, b, g, d] -> [b, h, n, d]."""
-    return x.repeat_interleave(heads // x.shape[2], dim=2).permute(1, 2, 0, 3)
+from megaponder.backbone.merged_attention import all_heads, backward_call, combined, forward_call
 
 
 def _own_heads(x: Tensor, groups: int) -> Tensor:
-    """Gradients: the inverse of `_every_head`, summed over the query heads of a key's head."""
+    """Gradients of keys or values of every query head [b, h, n, d] -> [n, b, g, d], summed over those of a head."""
     return x.unflatten(1, (groups, -1)).sum(2).permute(2, 0, 1, 3)
 
 
@@ -81,7 +76,7 @@ class _Shared(torch.autograd.Function):
 
 def _whole(context: Context, heads: int, keys_values: Any) -> list[tuple[Tensor, Tensor]]:
     """Keys and values of the whole sequence, for every query head."""
-    whole = [_every_head(context.gather(x), heads) for x in keys_values]
+    whole = [all_heads(context.gather(x), heads).permute(1, 2, 0, 3) for x in keys_values]
     sets = len(whole) // 2
     return list(zip(whole[:sets], whole[sets:], strict=True))
 

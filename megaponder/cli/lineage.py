@@ -89,7 +89,7 @@ def _awm(args: argparse.Namespace) -> int:
     from megaponder.lineage import awm, null, weights
 
     mode: Mode = args.mode or "official"
-    a, b = (weights.load(path, args.tokenizer) for path in args.models)
+    a, b = (_load(path, args) for path in args.models)
     ids = weights.shared(a, b, args.by_id)
     found = awm.compare(a, b, ids, mode)
     print(f"AWM ({mode}): q {found.q:.4f}, k {found.k:.4f} over {len(found.layers)} pairs of layers")

@@ -304,6 +304,11 @@ class Backbone(nn.Module):
         x = words * (factor * self.config.embedding_scale)
         return x + self.embed_positions(positions) if self.config.positions == "learned" else x
 
+    def seen(self, view: View, dtype: torch.dtype) -> View:
+        """A view as layers read it: within the window, with the kind of mask that their attention takes."""
+        view = view.within(feature(self.config, "attention_window"))
+        return view if self.config._attn_implementation == "eager" else view.added(dtype)
+
     def stack(
         self,
         x: Tensor,
@@ -317,9 +322,7 @@ class Backbone(nn.Module):
         `kept`, one tuple per layer: the keys and values that `view` needs from earlier passes; updated in place.
         """
         tables = rotary_tables(self.config, view.positions, x.dtype)
-        view = view.within(feature(self.config, "attention_window"))
-        if self.config._attn_implementation != "eager":
-            view = view.added(x.dtype)
+        view = self.seen(view, x.dtype)
         if self.states is not None:
             self.states.append(x)
         depth = self.depth

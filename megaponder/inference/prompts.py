@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from megaponder.decoding.backbone import feature
 from megaponder.decoding.passes import View
 from megaponder.decoding.slots import Slots
 from megaponder.decoding.steps import Front, State, Stepwise
@@ -71,8 +70,8 @@ class Prompts:
     def view(self) -> View:
         """What the running chunk reads in its next pass."""
         assert self.front is not None
-        view = self.front.view().within(feature(self.model.config, "attention_window"))
-        return view.added(self.front.state["x"].dtype) if self.model.config._attn_implementation != "eager" else view
+        seen: View = self.model.model.seen(self.front.view(), self.front.state["x"].dtype)
+        return seen
 
     def run(self) -> None:
         """All that is left, alone."""

@@ -14,6 +14,7 @@ the embeddings (Procrustes) is tried beside the signed permutation; the higher s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -72,7 +73,7 @@ def compare(a: Model, b: Model, ids: tuple[Tensor, Tensor], mode: Mode = "offici
     base, target = (b, a) if swapped else (a, b)
     wide, narrow = reversed(tables) if swapped else tables
     index, sign, agreement = permutation(wide, narrow)
-    turns = {"permutation": lambda w: w[:, index] * sign}
+    turns: dict[str, Callable[[Tensor], Tensor]] = {"permutation": lambda w: w[:, index] * sign}
     if mode == "robust" and wide.shape[1] == narrow.shape[1] <= wide.shape[0]:
         turn = rotation(wide, narrow)
         turns["rotation"] = lambda w: w @ turn
@@ -128,9 +129,9 @@ def matched(scores: Tensor) -> list[tuple[int, int]]:
     return [(i, int(j)) for i, j in enumerate(assign(-scores.numpy()))]
 
 
-def _scores(base: Model, target: Model, letter: str, change: object) -> Tensor:
+def _scores(base: Model, target: Model, letter: str, change: Callable[[Tensor], Tensor]) -> Tensor:
     """[layers of base, layers of target]"""
-    left = [_gram(change(getattr(layer, letter))) for layer in base.layers]  # type: ignore[operator]
+    left = [_gram(change(getattr(layer, letter))) for layer in base.layers]
     right = [_gram(getattr(layer, letter)) for layer in target.layers]
     return torch.stack(left) @ torch.stack(right).T
 

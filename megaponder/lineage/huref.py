@@ -31,8 +31,6 @@ from megaponder.lineage.weights import Model, expanded, shared
 TERMS = ("qk", "vo", "ff")
 LAYERS = 2
 """Last layers that the terms come from."""
-COUNT = 4096
-"""Tokens, as published."""
 LARGEST = 1 << 30
 """Bytes of a fingerprint: six matrices of 4096 x 4096 in FP32 have 0.4 GB."""
 
