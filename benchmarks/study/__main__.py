@@ -28,8 +28,8 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.command import RESULTS, folder, number, parser, script
+from benchmarks.study import answers, queue, report
 from benchmarks.study import corpus as texts
-from benchmarks.study import queue, report
 from benchmarks.study import run as rows_run
 from benchmarks.study.rows import SIZES, Row, rows
 from megaponder.errors import UserError
@@ -121,9 +121,7 @@ def main(argv: list[str] | None = None) -> None:
         say(f"{texts.pack(args.corpus, args.bytes, args.pack)}: packed.")
         return
     text = texts.ready(args.corpus, args.bytes, SIZES[args.size].vocab - 1, args.work)
-    epochs = " to ".join(
-        f"{n / text.train_tokens:.2f}" for n in sorted({f(r.tokens for r in wanted) for f in (min, max)})
-    )
+    epochs = answers.span([row.tokens / text.train_tokens for row in wanted])
     say(
         f"{text.folder}: {text.train_bytes / 1e6:.1f} MB of text ({text.share:.0%} of the corpus), "
         f"{text.train_tokens:,} tokens, so {epochs} epochs; ready after {time.monotonic() - begin:.0f} s."

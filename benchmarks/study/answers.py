@@ -49,6 +49,11 @@ def text(rows: Sequence[Row]) -> str:
     return "\n\n".join([*parts, f"## Budgets\n\n{_budgets(rows)}"]) + "\n"
 
 
+def span(values: Sequence[float]) -> str:
+    """The least and the greatest value, or the one that all are."""
+    return " to ".join(dict.fromkeys(f"{n:.2f}" for n in (min(values), max(values))))
+
+
 def equal_flops(rows: Sequence[Row]) -> str:
     """Rows whose training took the same FLOPs, at the best rate of each kind, the best loss first."""
     found = [_best(rows, kind) for kind in {row["kind"] for row in rows}]

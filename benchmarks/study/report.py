@@ -17,9 +17,13 @@ NEAR = 0.05
 """Share by which the training FLOPs of rows may differ that are compared at equal ones."""
 
 
+def _results(folder: Path, size: str) -> list[dict[str, Any]]:
+    return [json.loads(p.read_text()) for p in sorted(folder.glob(f"{size}.*.json"))]
+
+
 def read(folder: Path, size: str, tokens: int) -> list[dict[str, Any]]:
     """The results of a size that saw so many tokens; UserError where there is none."""
-    every = [json.loads(p.read_text()) for p in sorted(folder.glob(f"{size}.*.json"))]
+    every = _results(folder, size)
     found = [row for row in every if row["tokens"] == tokens]
     if not found:
         others = ", ".join(f"{n}" for n in sorted({row["tokens"] for row in every})) or "none"
@@ -31,8 +35,7 @@ def read(folder: Path, size: str, tokens: int) -> list[dict[str, Any]]:
 
 def spending(folder: Path, size: str, flops: float) -> list[dict[str, Any]]:
     """The results of a size whose training took so many FLOPs, within `NEAR`; UserError where there is none."""
-    every = [json.loads(p.read_text()) for p in sorted(folder.glob(f"{size}.*.json"))]
-    found = [row for row in every if abs(row["needed_flops"] / flops - 1) < NEAR]
+    found = [row for row in _results(folder, size) if abs(row["needed_flops"] / flops - 1) < NEAR]
     if not found:
         raise UserError(f"--out {folder}: it has no result of size {size} whose training took {flops:g} FLOPs.")
     return found
@@ -84,7 +87,7 @@ def write(folder: Path, size: str, tokens: int | None, flops: float | None = Non
     first = rows[0]
     corpus = first["corpus"]
     origins = sorted({row["origin"] for row in rows})
-    epochs = " to ".join(f"{n:.2f}" for n in sorted({f(row["epochs"] for row in rows) for f in (min, max)}))
+    epochs = answers.span([row["epochs"] for row in rows])
     notes = [
         f"Text: {corpus['train_bytes'] / 1e6:.1f} MB, {corpus['train_tokens']:,} tokens of a BPE with "
         f"{corpus['vocab_size']:,} ids, {epochs} epochs; held out: "
