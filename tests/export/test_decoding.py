@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -118,15 +121,21 @@ def test_eager_attention_equals_sdpa(method: str) -> None:
     close(net(tokens[1:]).logits, fused[1:])
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_gradient_checkpointing_changes_no_gradient(method: str) -> None:
-    grads = []
+def kept_and_recomputed(make: Callable[[], Any], tokens: torch.Tensor, **call: Any) -> list[dict[str, Any]]:
+    """Gradients by name of a model that `make` builds anew, without and with gradient checkpointing."""
+    found = []
     for checkpointed in (False, True):
-        net = model("pythia", method).train()
+        net = make().train()
         if checkpointed:
             net.gradient_checkpointing_enable()
-        net(ids(2, 6), labels=ids(2, 6)).loss.backward()
-        grads.append({k: p.grad for k, p in net.named_parameters()})
+        net(tokens, labels=tokens, **call).loss.backward()
+        found.append({name: p.grad for name, p in net.named_parameters()})
+    return found
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_gradient_checkpointing_changes_no_gradient(method: str) -> None:
+    grads = kept_and_recomputed(lambda: model("pythia", method), ids(2, 6))
     for name, grad in grads[0].items():
         if grad is None:  # of a gate that only chooses what is read out
             assert grads[1][name] is None

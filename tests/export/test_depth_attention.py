@@ -14,7 +14,7 @@ from megaponder.export.to_hf import export
 from megaponder.inference.batching import DepthBatch
 from tests.export import checkpoints
 from tests.export.models import HALTING, ids, model
-from tests.export.test_decoding import EXACT, _cache_name, close
+from tests.export.test_decoding import EXACT, _cache_name, close, kept_and_recomputed
 from tests.layouts.cases import WHOLE
 from tests.tolerance import PARITY, RTOL
 
@@ -110,13 +110,7 @@ def test_what_knows_nothing_of_it_is_refused(tmp_path: Path) -> None:
 
 def test_gradients_flow_through_recomputed_layers() -> None:
     """In an export too, where checkpointing sees only a layer's arguments."""
-    tokens, found = ids(2, 7), []
-    for recompute in (False, True):
-        net = net_of("across").train()
-        if recompute:
-            net.gradient_checkpointing_enable()
-        net(tokens, labels=tokens, use_cache=False).loss.backward()
-        found.append({name: p.grad for name, p in net.named_parameters()})
+    found = kept_and_recomputed(lambda: net_of("across"), ids(2, 7), use_cache=False)
     for name, grad in found[0].items():
         assert float(grad.abs().max()) > 0, name
         close(found[1][name], grad)

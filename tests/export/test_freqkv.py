@@ -18,7 +18,7 @@ from megaponder.export.to_hf import export
 from megaponder.inference.batching import DepthBatch
 from tests.export import checkpoints
 from tests.export.models import ids, model
-from tests.export.test_decoding import _cache_name, close
+from tests.export.test_decoding import _cache_name, close, kept_and_recomputed
 from tests.layouts.cases import WHOLE
 from tests.oracles import freqkv as oracle
 from tests.tolerance import PARITY, RTOL
@@ -178,13 +178,7 @@ def test_an_export_computes_what_training_does(name: str, tmp_path: Path) -> Non
 
 
 def test_gradients_flow_through_recomputed_layers() -> None:
-    tokens, found = ids(2, 15), []
-    for recompute in (False, True):
-        net = net_of("mixture").train()
-        if recompute:
-            net.gradient_checkpointing_enable()
-        net(tokens, labels=tokens, use_cache=False).loss.backward()
-        found.append({name: p.grad for name, p in net.named_parameters()})
+    found = kept_and_recomputed(lambda: net_of("mixture"), ids(2, 15), use_cache=False)
     for name, grad in found[0].items():
         assert float(grad.abs().max()) > 0, name
         close(found[1][name], grad)
