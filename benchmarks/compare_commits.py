@@ -136,9 +136,7 @@ def tree(name: str) -> Iterator[Path]:
 def environment(path: Path, *more: Path) -> dict[str, str]:
     """Variables with which Python imports the package of a tree."""
     others = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-    # the server that tests fork processes from has imported this tree: it must not run another one
-    kept = {name: value for name, value in os.environ.items() if name != "MEGAPONDER_TEST_FORKS"}
-    return kept | {"PYTHONPATH": os.pathsep.join([str(path), *map(str, more), *others])}
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(path), *map(str, more), *others])}
 
 
 def train(path: Path, python: str, work: dict[str, Any]) -> dict[str, Any]:

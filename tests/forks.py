@@ -1,9 +1,9 @@
 """Processes forked from one that has imported PyTorch, megatron-core and transformers: they start in milliseconds.
 
-One server for all processes of a test session, over a Unix socket.  A connection is a process: the request names what
-it runs, the answers are its id and, later, its exit code; the process is killed where the connection closes before
-that.  `python()` is a program that stands for `sys.executable`, with `-m`, `-c` or a file, wherever the start itself is
-not what is tested:
+One server for all processes of a test session, over a Unix socket; another tree or interpreter, which would import
+other packages, has one of its own.  A connection is a process: the request names what it runs, the answers are its id
+and, later, its exit code; the process is killed where the connection closes before that.  `python()` is a program that
+stands for `sys.executable`, with `-m`, `-c` or a file, wherever the start itself is not what is tested:
 
     subprocess.run([forks.python(), "-m", "megaponder", "train", "run.yaml"])
 """
@@ -17,12 +17,13 @@ import signal
 import socket
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve()
-ADDRESS = "MEGAPONDER_TEST_FORKS"
-"""The environment variable with the socket's path."""
+ADDRESS = f"MEGAPONDER_FORKS_{zlib.crc32(os.fsencode(f'{HERE} {sys.prefix}')):08X}"
+"""The environment variable with the path of the socket of this tree's and interpreter's server."""
 _kept: list[Any] = []  # the server and its folder, for as long as this process lives
 
 
@@ -41,7 +42,8 @@ def serve() -> None:
     folder = tempfile.TemporaryDirectory(prefix="forks-")
     os.environ[ADDRESS] = f"{folder.name}/socket"
     program = Path(python())
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S -E "{HERE}" "$@"\n')
+    address = f'export {ADDRESS}="{os.environ[ADDRESS]}"'  # whatever the caller's environment has
+    program.write_text(f'#!/bin/sh\n{address}\nexec "{sys.executable}" -S -E "{HERE}" "${ADDRESS}" "$@"\n')
     program.chmod(0o700)
     root = HERE.parents[1]
     path = os.pathsep.join(p for p in (str(root), os.environ.get("PYTHONPATH", "")) if p)
@@ -58,9 +60,9 @@ def serve() -> None:
 class Process:
     """A forked process, whose standard input, output and error are the three descriptors."""
 
-    def __init__(self, request: dict[str, Any], descriptors: list[int]):
+    def __init__(self, request: dict[str, Any], descriptors: list[int], address: str = ""):
         self._connection = socket.socket(socket.AF_UNIX)
-        self._connection.connect(os.environ[ADDRESS])
+        self._connection.connect(address or os.environ[ADDRESS])
         line = json.dumps(request).encode() + b"\n"
         sent = socket.send_fds(self._connection, [line], descriptors)
         self._connection.sendall(line[sent:])
@@ -85,9 +87,9 @@ class Process:
 
 
 def main() -> None:
-    """Run what `python` would run with these arguments, in a forked process, and end as it ends."""
-    request = {"arguments": sys.argv[1:], "folder": os.getcwd(), "env": dict(os.environ)}
-    process = Process(request, [0, 1, 2])
+    """Run what `python` would run with the arguments behind the address, in a forked process, and end as it ends."""
+    _, address, *arguments = sys.argv
+    process = Process({"arguments": arguments, "folder": os.getcwd(), "env": dict(os.environ)}, [0, 1, 2], address)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT):
         signal.signal(number, lambda got, _: os.kill(process.pid, got))
     code = process.wait()

@@ -136,8 +136,7 @@ def _run(arguments: list[str]) -> None:
     while arguments[0] == "-u":
         del arguments[0]
     kind, *rest = arguments
-    path = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-    sys.path[:] = ["", *path, *(p for p in sys.path[1:] if p not in path)]
+    _heed_path()
     if kind == "-c":
         sys.argv[:] = ["-c", *rest[1:]]
         exec(rest[0], {"__name__": "__main__", "__builtins__": __builtins__})
@@ -152,8 +151,15 @@ def _run(arguments: list[str]) -> None:
         runpy.run_path(kind, run_name="__main__")
 
 
+def _heed_path() -> None:
+    """Look for modules where PYTHONPATH of the request says."""
+    path = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    sys.path[:] = ["", *path, *(p for p in sys.path[1:] if p not in path)]
+
+
 def _call(folder: str, rank: int) -> None:
     """The function that `call.pkl` of the folder names; its value goes into a file beside it."""
+    _heed_path()
     faulthandler.register(signal.SIGUSR1, file=2)
     target, args = pickle.loads(Path(folder, "call.pkl").read_bytes())
     module, function = target.split(":")
