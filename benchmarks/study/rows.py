@@ -39,18 +39,20 @@ class Size:
     length: int
     batch: int
     tokens: int
+    rate: float = 1.0
+    """Factor on the learning rates of 6x256."""
 
 
 SIZES = {
     "tiny": Size(3, 32, 2, 512, 32, 8, 4096),
     "6x256": Size(6, 256, 4, 8192, 512, 64, 88_000_000),
-    "6x512": Size(6, 512, 8, 8192, 512, 64, 88_000_000),
+    "6x512": Size(6, 512, 8, 8192, 512, 64, 88_000_000, 0.25),
 }
 LEARNING_RATES = {
     "vanilla": 3e-3, "matched": 12e-3, "loop": 6e-3, "pause": 3e-3, "ponderlm": 6e-3, "ponderlm2": 6e-3,
     "huginn": 6e-3, "ouro": 3e-3,
 }  # fmt: skip
-"""Of each family the best known one (docs/evidence.md, table of rates); huginn and ouro wait for `GRID`."""
+"""Of each family the best known one at 6x256 (docs/evidence.md, table of rates); huginn and ouro wait for `GRID`."""
 GRID = (0.5, 1.0, 2.0)
 
 
@@ -167,7 +169,7 @@ class Row:
     @cached_property
     def lr(self) -> float:
         """Peak learning rate."""
-        return LEARNING_RATES[self.kind.family] * self.factor
+        return LEARNING_RATES[self.kind.family] * SIZES[self.size].rate * self.factor
 
     @property
     def steps(self) -> int:
@@ -247,17 +249,18 @@ def _matching(
 
 
 def rows(size: str, tokens: int | None = None) -> list[Row]:
-    """All rows of a size, in the order in which they are run: every kind once, then rates, then seeds.
+    """All rows of a size, in the order in which they are run: every kind once, then rates, then seeds, then both.
 
     Other rates: for the first kind of each family, for the deeper model, for kinds that are matched by one of their
-    options, and for methods that have to keep a budget.
+    options, for methods that have to keep a budget, and for those that halt at random beside them.
     """
     kinds, n = list(_kinds()), SIZES[size].tokens if tokens is None else tokens
     first = [Row(k, size, SEEDS[0], 1.0, n) for k in kinds]
     seen: set[str] = set()
     heads = [k for k in kinds if not (k.family in seen or seen.add(k.family))]  # type: ignore[func-returns-value]
-    budgets = [k for k in kinds if k.target is not None and k.method != "pruned_ponderlm"]
+    budgets = [k for k in kinds if k.target is not None and k.options.get("by") != "position"]
     heads += [k for k in kinds if k not in heads and (k.deeper > 1 or k.matched or k in budgets)]
     rates = [Row(k, size, SEEDS[0], f, n) for k in heads for f in GRID if f != 1.0]
     seeds = [Row(k, size, seed, 1.0, n) for seed in SEEDS[1:] for k in kinds]
-    return [*first, *rates, *seeds]
+    both = [Row(k, size, seed, f, n) for seed in SEEDS[1:] for k in heads for f in GRID if f != 1.0]
+    return [*first, *rates, *seeds, *both]
