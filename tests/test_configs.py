@@ -59,7 +59,7 @@ def test_it_keeps_the_rules_and_fits(path: Path) -> None:
     if path.stem != "demo" and not path.stem.startswith("tiny-"):
         # names tell the truth, and nothing that matters is left to a default that may change
         preset, _, rest = path.stem.partition(f"-{cfg.ponder.method}")
-        rests = ("", "-300b", "-depth", "-documents", "-freqkv", "-gentle", "-sqrt_h", "-sqrt_2.5h")
+        rests = ("", "-300b", "-depth", "-documents", "-eslm", "-freqkv", "-gentle", "-sqrt_h", "-sqrt_2.5h")
         assert cfg.model.preset in (preset, None) and rest in rests
         text = path.read_text()
         for name in ("optimizer.lr", "optimizer.weight_decay", "train.global_batch", "precision.dtype"):

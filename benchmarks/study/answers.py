@@ -20,6 +20,7 @@ NOISE = 0.005
 """Losses that are closer than this say nothing about rates: two seeds of a row differed by 0.001 to 0.013."""
 ADAPTIVE = ("adaponderlm", "confident_ponderlm", "adaptive_cot", "ponderlm3")
 TARGETS = ("0.9", "0.7", "0.6")
+SELECTING = ("vanilla", "eslm", "eslm-entropy", "eslm-0.3")
 QUESTIONS = {
     "(a) N layers with passes against 2N layers": (
         "vanilla", "vanilla-sqrt_h", "vanilla-sqrt_2.5h", "vanilla-deeper", "loop", "ponderlm",
@@ -46,6 +47,7 @@ def text(rows: Sequence[Row]) -> str:
     """All questions as Markdown."""
     parts = [f"## {title}\n\n{_losses(rows, kinds)}" for title, kinds in QUESTIONS.items()]
     parts.insert(4, f"## (e) Who gets the passes\n\n{_who(rows)}")
+    parts.append(f"## (h) Tokens to a target loss, with a part of the tokens trained on\n\n{_to_targets(rows)}")
     return "\n\n".join([*parts, f"## Budgets\n\n{_budgets(rows)}"]) + "\n"
 
 
@@ -122,6 +124,45 @@ def _losses(rows: Sequence[Row], kinds: Sequence[str]) -> str:
             )
     head = ["row", "rate", "seeds", "loss", "bits per byte", "depth", "training FLOPs", "FLOPs a token"]
     return _table(head, lines, [kind for kind in kinds if not _best(rows, kind)])
+
+
+def tokens_to(curve: Sequence[Row], target: float) -> float | None:
+    """Tokens after which a curve of losses first reaches a target, on a line between two looks; None: it does not."""
+    for before, now in zip([None, *curve], curve, strict=False):
+        if now["loss"] <= target:
+            if before is None:
+                return float(now["tokens"])
+            share = (before["loss"] - target) / (before["loss"] - now["loss"])
+            return float(before["tokens"] + share * (now["tokens"] - before["tokens"]))
+    return None
+
+
+def _to_targets(rows: Sequence[Row]) -> str:
+    """Tokens to the losses that vanilla with the same seed has half-way and at its end, by curves, and their share of
+    vanilla's."""
+    found = {kind: {r["seed"]: r for r in _best(rows, kind)} for kind in SELECTING}
+    plain = found["vanilla"]
+    if not plain:
+        return _table([], [], SELECTING)
+    at = [lambda curve: curve[(len(curve) - 1) // 2]["loss"], lambda curve: curve[-1]["loss"]]
+    lines = []
+    for kind, seeds in found.items():
+        cells = []
+        for of in at:
+            pairs = [
+                (tokens_to(r["curve"], of(plain[s]["curve"])), tokens_to(plain[s]["curve"], of(plain[s]["curve"])))
+                for s, r in seeds.items()
+                if s in plain
+            ]
+            reached = [(a, b) for a, b in pairs if a is not None and b is not None]
+            missed = f", {len(pairs) - len(reached)} of {len(pairs)} not" if len(reached) < len(pairs) else ""
+            ratio = _spread([a / b for a, b in reached], ".3f") if reached else "never"
+            cells.append(f"{mean(a for a, _ in reached) / 1e6:.1f} M, {ratio}{missed}" if reached else "never")
+        if seeds:
+            losses = [r["loss"] for r in seeds.values()]
+            lines.append([kind, f"{next(iter(seeds.values()))['lr']:g}", f"{len(seeds)}", _spread(losses), *cells])
+    head = ["row", "rate", "seeds", "loss", "tokens to vanilla's loss half-way, of its own", "to that of its end"]
+    return _table(head, lines, [kind for kind, seeds in found.items() if not seeds])
 
 
 def _who(rows: Sequence[Row]) -> str:

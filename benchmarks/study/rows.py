@@ -74,6 +74,8 @@ class Kind:
     """The method's options ramp_start and ramp_end are 10 and 40 % of the steps."""
     model: dict[str, Any] = field(default_factory=dict)
     """Features of the backbone."""
+    eslm: dict[str, Any] = field(default_factory=dict)
+    """Which tokens are trained on (`train.eslm`)."""
     matched: str = ""
     """An option that is chosen so that a token costs as many training FLOPs as ponderlm's."""
     impossible: str = ""
@@ -125,6 +127,12 @@ def _kinds() -> Iterator[Kind]:
     yield Kind("depth-attention", "vanilla", "vanilla", model={"depth_attention": {"sources": "all"}})
     near = {"depth_attention": {"sources": "last:6"}}  # as many as the stack of 6 x 256 has layers
     yield Kind("loop-depth-attention", "loop", "loop", {"extra_passes": STEPS}, model=near)
+    # losses on a part of the tokens
+    for name, given in {
+        "eslm": {"by": "loss", "alpha": 0.1}, "eslm-entropy": {"by": "entropy", "alpha": 0.1},
+        "eslm-0.3": {"by": "loss", "alpha": 0.3},
+    }.items():  # fmt: skip
+        yield Kind(name, "vanilla", "vanilla", eslm=given)
 
 
 def _budgeted(method: str, family: str, options: dict[str, Any], target: float) -> Kind:
@@ -217,6 +225,7 @@ class Row:
             "train": {
                 "steps": steps, "global_batch": s.batch, "micro_batch": s.batch, "seed": self.seed,
                 "eval_every": max(1, steps // looks), "eval_batches": 8,
+                "eslm": self.kind.eslm,
             },
             "checkpoint": {"every": max(1, steps // 8), "keep_last": 1},
             "logging": {"every": max(1, steps // 200), "tensorboard": False},

@@ -43,6 +43,8 @@ class TrainState:
     """Losses of the last steps, for spike detection; empty if that is off."""
     norms: list[Finite] = field(default_factory=list)
     """Gradient norms of the same steps."""
+    selection: list[Finite] = field(default_factory=list)
+    """alpha of the next step and the moving mean that it follows (`training.adaptive_alpha`); empty: alpha stays."""
     needed_flops: Amount | None = 0.0
     """Training FLOPs that the steps needed; None: not known, since an earlier version has saved the run."""
     executed_flops: Amount | None = 0.0
@@ -94,6 +96,10 @@ def load_state(folder: Path) -> tuple[TrainState, Contents]:
             raise ValueError(f"it has more skipped steps, {state.skipped}, than steps, {state.step}")
         if len(state.losses) != len(state.norms):
             raise ValueError(f"it has {len(state.losses)} losses and {len(state.norms)} norms")
+        if state.selection and not (
+            len(state.selection) == 2 and 0 <= state.selection[0] < 1 and state.selection[1] > 0
+        ):
+            raise ValueError(f"its selection is {state.selection}, which must be a share below 1 and a loss above 0")
         return state, _build(Contents, values["contents"])
     except pydantic.ValidationError as error:
         first = error.errors()[0]

@@ -40,6 +40,7 @@ class MethodLike(Protocol):
     weighs: bool
     core: tuple[int, int] | None
     reads_every_pass: bool
+    trains_exits: bool
 
     def passes(self, seed: int, step: int | None) -> Sequence[PassLike]: ...
     def longest(self, seed: int) -> Sequence[PassLike]: ...
@@ -59,6 +60,8 @@ class MethodFacts:
     keeps_kv: bool = False
     reads_every_pass: bool = False
     """The head reads every pass and keeps its logits."""
+    trains_exits: bool = False
+    """The losses of the passes also train who stops when."""
     skips: bool = False
     """Tokens halt, and a halted one needs no computation."""
     weighs: bool = False

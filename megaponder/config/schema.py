@@ -212,6 +212,8 @@ class TrainConfig:
     """Learning rate in these first steps; default: the schedule's."""
     z_loss: float = declare(0.0, ge=0, le=1, resume="warned", aliases=("z_loss_weight", "z_loss_coeff"))
     """Weight of a loss on the squared log of the softmax's normaliser, which keeps logits small; PaLM: 1e-4; 0: off."""
+    eslm: dict[str, Any] = declare({}, resume="warned")
+    """Train on the tokens with the highest scores alone, such as {by: loss, alpha: 0.1}; {}: on all; docs/eslm.md."""
     seed: int = declare(1234, ge=0, resume="warned")
     """Seed of initialisation, data order and the method's random plan."""
     deterministic: bool = declare(False, compared=False)

@@ -31,11 +31,15 @@ class MicroBatch:
     repeated until E is a power of two, so that few shapes occur.  None for a part of each sequence."""
     places_n: Tensor | None = None
     """int64 [n]: where the tokens stand in their sequence, if they are a part of it; None: 0 .. n - 1."""
+    weights_bn: Tensor | None = None
+    """float32 [b, n]: the weight of each token's loss in training; None: `loss_mask_bn`, or what `engine.selection`
+    finds where the loss is computed."""
 
 
 def tensors_of(batch: MicroBatch) -> tuple[Tensor | None, ...]:
     """Its fields, in their order."""
-    return batch.ids_bn, batch.labels_bn, batch.loss_mask_bn, batch.starts_bn, batch.edges, batch.places_n
+    places = batch.places_n, batch.weights_bn
+    return batch.ids_bn, batch.labels_bn, batch.loss_mask_bn, batch.starts_bn, batch.edges, *places
 
 
 FEWEST_EDGES = 16

@@ -42,6 +42,8 @@ class Step:
     """Per micro-batch on the last stage: loss, auxiliary loss and the method's statistics, divided by `tokens`."""
     by_token: list[Tensor] = field(default_factory=list)
     """Per micro-batch on the last stage, in evaluation of a method with halting (`Objective.by_token`)."""
+    scores: list[Tensor] = field(default_factory=list)
+    """Per micro-batch on the last stage, of a forward that only asks for them (`Objective.scores_nb`)."""
 
 
 class PassChunk(nn.Module):
@@ -96,6 +98,9 @@ class PassChunk(nn.Module):
         return self._objective(out)
 
     def _objective(self, out: Objective) -> Tensor:
+        if out.scores_nb is not None:
+            self._step.scores.append(out.scores_nb)
+            return out.total
         self._step.sums.append(out.sums)
         if out.by_token is not None:
             self._step.by_token.append(out.by_token)

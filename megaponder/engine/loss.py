@@ -71,6 +71,18 @@ def log_sum_exp(logits: Tensor, valid: int, group: dist.ProcessGroup) -> Tensor:
     return peak + total.log()
 
 
+@fused
+def _surprise(logits: Tensor, lse: Tensor, valid: int) -> Tensor:
+    less = lse[..., None] - logits.float()
+    return masked((-less).exp() * less, valid, 0.0).sum(-1)
+
+
+@torch.no_grad()
+def entropy(logits: Tensor, lse: Tensor, valid: int, group: dist.ProcessGroup) -> Tensor:
+    """FP32 entropy of each token's distribution over the whole true vocabulary [n, b], without gradient."""
+    return all_reduce(_surprise(logits, lse, valid), dist.ReduceOp.SUM, group)
+
+
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(

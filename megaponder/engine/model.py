@@ -40,11 +40,12 @@ from megaponder.backbone.embedding import Embedding, rotary_embedding
 from megaponder.backbone.freqkv import turns as freqkv_turns
 from megaponder.backbone.layer import Kept, Reads, layer_spec
 from megaponder.backbone.parts import parts
+from megaponder.config import eslm
 from megaponder.config.recompute import recomputed_layers
 from megaponder.config.rules.precision import fp8_alignment
 from megaponder.config.schema import RunConfig
 from megaponder.decoding import freqkv_blocks
-from megaponder.engine import loss
+from megaponder.engine import loss, selection
 from megaponder.engine.active_rows import Attending, Rows, unit_of
 from megaponder.engine.earlier import Depth
 from megaponder.engine.fp8 import Fp8
@@ -97,6 +98,11 @@ class PonderStage(MegatronModule):
         self.z_loss, self.depth = cfg.train.z_loss, Depth(cfg)
         self.log_normaliser: Tensor | None = None
         """Of the logits that were read last [n, b]."""
+        self.entropy: Tensor | None = None
+        """Theirs, where tokens are selected by it [n, b]."""
+        options = eslm.read(cfg.train.eslm)
+        self.selection = None if options is None else selection.Selection(options, groups)
+        """Which tokens training leaves out."""
         self.row_multiple = 1 if cfg.precision.fp8 == "none" else fp8_alignment(cfg.precision.fp8)
         """The number of rows of a pass must be a multiple of this, gathered or not."""
         self.places: int | None = None
@@ -401,11 +407,23 @@ class PonderStage(MegatronModule):
         logits, _ = self.output_layer(hidden_sbh, weight=self.head_weight() if self.tied else None)
         valid = self.vocab_size - self.groups.tp_rank * logits.shape[-1]
         found, self.log_normaliser = loss.cross_entropy(logits, labels_nb, valid, self.groups.tp, self.z_loss)
+        if self.selection is not None and self.selection.options.by == "entropy":
+            self.entropy = loss.entropy(logits.detach(), self.log_normaliser, valid, self.groups.tp)
         return found
 
     def token_losses(self, hidden_sbh: Tensor, batch: MicroBatch) -> Tensor:
         """Cross entropy of every token, FP32 [n, b]."""
         return self.cross_entropy(hidden_sbh, batch.labels_bn.t().contiguous())
+
+    def _selected(self, scores_nb: Tensor, losses_nb: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Weights of the tokens' losses [n, b], and sums to report."""
+        assert self.selection is not None
+        mask_nb = batch.loss_mask_bn.t()
+        if batch.weights_bn is None:
+            found = self.selection.weigh(scores_nb, mask_nb)
+        else:
+            found = selection.Weighed(batch.weights_bn.t(), None)
+        return found.weights_nb, selection.sums(found, losses_nb, mask_nb)
 
     def forward(
         self,
@@ -416,17 +434,28 @@ class PonderStage(MegatronModule):
         step: Tensor | None,
         tokens: Tensor,
     ) -> Flow | Objective:
-        """`run_pass`; after the last pass, the loss, whose one denominator is `tokens` of the global batch."""
+        """`run_pass`; after the last pass, the loss, whose one denominator is `tokens` of the global batch.
+
+        A training step's forward without gradient gives the scores of its tokens instead.
+        """
         watched = step is None and is_watched(p, self.method)
         out = self.run_pass(p, batch, incoming, state, step, watched)
         if isinstance(out, Flow):
             return out
         tools = StageExitTools(self, batch, step)
         losses_nb = self.token_losses(out.hidden, batch) if out.losses is None else tools.unsharded(out.losses)
-        found = objective(out, losses_nb, tools, tokens)
+        weights_nb = tools.full_mask_nb
+        sums: dict[str, Tensor] = {}
+        if step is not None and self.selection is not None:
+            scores = self.selection.score(losses_nb, self.entropy)
+            if not torch.is_grad_enabled():
+                return Objective(losses_nb.new_zeros(()), {}, scores_nb=scores)
+            weights_nb, sums = self._selected(scores, losses_nb, batch)
+        found = objective(out, losses_nb, tools, tokens, weights_nb)
+        found.sums |= {name: value / tokens for name, value in sums.items()}
         if step is not None and self.z_loss:
             assert self.log_normaliser is not None
-            found.sums[Z_LOSS] = self.z_loss * (self.log_normaliser.square() * tools.full_mask_nb).sum() / tokens
+            found.sums[Z_LOSS] = self.z_loss * (self.log_normaliser.square() * weights_nb).sum() / tokens
         for name, losses_nb in state.exit.items():
             if name.startswith(LOSS_OF_PASS):
                 found.sums[name] = (losses_nb * tools.full_mask_nb).sum() / tokens

@@ -22,12 +22,22 @@ class Objective:
     by_token: Tensor | None = None
     """Evaluation of a method with halting: for every vocabulary entry the sum of its tokens' depths, and their number,
     over this rank's valid tokens: [2, V]."""
+    scores_nb: Tensor | None = None
+    """Of a forward that only asks for scores: `Selection.score` of the micro-batch's tokens."""
 
 
-def objective(out: Readout, losses_nb: Tensor, tools: StageExitTools, tokens: Tensor) -> Objective:
-    """`losses_nb`: cross entropy of every token of the micro-batch; `tokens`: valid targets of the global batch."""
+def objective(
+    out: Readout, losses_nb: Tensor, tools: StageExitTools, tokens: Tensor, weights_nb: Tensor | None = None
+) -> Objective:
+    """`losses_nb`: cross entropy of every token of the micro-batch; `tokens`: valid targets of the global batch;
+    `weights_nb`: of the tokens' losses in what is differentiated, where not all valid ones count alike."""
     lm = (losses_nb * tools.full_mask_nb).sum() / tokens
-    total, sums = lm if out.loss is None else out.loss.float() / tokens, {"loss": lm.detach()}
+    weights_nb = tools.full_mask_nb if weights_nb is None else weights_nb
+    if out.loss is None:
+        total = (losses_nb * weights_nb).sum() / tokens
+    else:
+        total = (out.loss.float() * tools.sharded(weights_nb)).sum() / tokens
+    sums = {"loss": lm.detach()}
     if out.aux is not None:
         aux = out.aux.float() / tokens
         total = total + aux

@@ -22,7 +22,7 @@ from megaponder.backbone.context import part_of
 from megaponder.config.in_flight import in_flight
 from megaponder.config.rules.layout import choose_group
 from megaponder.data.batch import MicroBatch, tensors_of
-from megaponder.engine import depth
+from megaponder.engine import depth, selection
 from megaponder.engine.capture import Captures
 from megaponder.engine.chunks import PassChunk, Runner, Step
 from megaponder.engine.groups import Groups
@@ -50,6 +50,8 @@ class StepOutput:
     """Evaluation of a method with halting: `Objective.by_token` of the global batch, on the CPU."""
     z_loss: float = 0.0
     """In the gradient beside the loss, and not in it."""
+    selected: dict[str, float] = field(default_factory=dict)
+    """`selection.STATS` and the alpha of a step that selects tokens; `loss` stays the mean over all."""
     empty: int = field(default=0, compare=False)
     """Micro-batches of the global batch in which no target counts."""
 
@@ -151,14 +153,17 @@ class Engine:
         passes, g = self.passes(step if train else None), self.groups
         group = self._group(len(batches))
         flight = in_flight(g.pp_rank, g.pp_size, len(passes), len(batches), group)
-        run = Step(passes, batches, number, tokens.clamp(min=1.0), flight)
+        tokens = tokens.clamp(min=1.0)
+        run = Step(passes, batches, number, tokens, flight)
         if self.stage.fp8:
             self.stage.fp8.begin_step()
+        self.own_time.start()
+        if train and self.stage.selection is not None:
+            run = self._selected(run, self.stage.selection)
         if train and self._arrivals is not None:
             self._arrivals.expect(passes)
         if train and self._runner.captures is not None:
             self._runner.captures.begin_step(passes)
-        self.own_time.start()
         with torch.set_grad_enabled(train):
             self._schedule(run, forward_only=not train)
         if self.stage.fp8 and train:
@@ -168,6 +173,25 @@ class Engine:
         out.empty = int(empty)
         out.passes = len(run.passes)
         return out
+
+    def _selected(self, run: Step, select: selection.Selection) -> Step:
+        """The step with the weights of all tokens in its micro-batches, where all scores must be known before."""
+        if not select.options.scores_first(len(run.batches)):
+            return run
+        masks: list[Tensor] = [b.loss_mask_bn for b in run.batches]
+        weights, sums = masks, []
+        if select.alpha > 0:
+            with torch.no_grad():
+                self._schedule(run, forward_only=True)
+            if self.groups.is_last_stage:
+                found = select.weigh_all([(s, m.t()) for s, m in zip(run.scores, masks, strict=True)])
+                weights = [one.weights_nb.t().contiguous() for one in found]
+                threshold = found[0].threshold
+                assert threshold is not None
+                total = selection.threshold_sum(threshold, torch.cat(masks)) / run.tokens
+                sums.append({selection.PREFIX + selection.STATS[-1]: total})
+        batches = [replace(b, weights_bn=w) for b, w in zip(run.batches, weights, strict=True)]
+        return Step(run.passes, batches, run.number, run.tokens, run.flight, sums)
 
     def settle(self, out: StepOutput, step: int) -> None:
         """After an optimizer step was taken: what the method updates from the step's statistics."""
@@ -239,8 +263,9 @@ class Engine:
             names += depth.names(method.max_depth())
         if run.number is None:
             names += [loss_of_pass(p) for p in run.passes if is_watched(p, method)]
-        elif self.stage.z_loss:
-            names.append(Z_LOSS)
+        else:
+            names += [Z_LOSS] if self.stage.z_loss else []
+            names += [selection.PREFIX + name for name in selection.STATS] if self.stage.selection else []
         total = torch.zeros(len(names), dtype=torch.float64, device=self.groups.device)
         for sums in run.sums:
             total += torch.stack([sums[k].double() if k in sums else total.new_zeros(()) for k in names])
@@ -253,9 +278,12 @@ class Engine:
         self._share(total)
         values = dict(zip(names, total.tolist(), strict=True))
         z_loss = values.pop(Z_LOSS, 0.0)
-        out = StepOutput(values.pop("loss"), values.pop("aux"), tokens, values, z_loss=z_loss)
+        selected = {n: values.pop(selection.PREFIX + n) for n in selection.STATS if selection.PREFIX + n in values}
+        out = StepOutput(values.pop("loss"), values.pop("aux"), tokens, values, z_loss=z_loss, selected=selected)
+        if selected and self.stage.selection is not None:
+            selected["selection_alpha"] = self.stage.selection.alpha
         if not tokens:
-            out.loss, out.aux, out.stats = math.nan, math.nan, {}
+            out.loss, out.aux, out.stats, out.selected = math.nan, math.nan, {}, {}
         if run.number is None and method.halts:
             out.by_token = self._by_token(run)
         return out

@@ -11,7 +11,7 @@ from megaponder.config.rules.layout import choose_group
 from megaponder.config.schema import RunConfig
 from megaponder.config.stages import stage_sizes
 from megaponder.plan.advice import Change, savings
-from megaponder.plan.flops import StepFlops, mean_executed, mean_needed, plan_flops, steps_seen
+from megaponder.plan.flops import StepFlops, mean_executed, mean_needed, micro_batches, plan_flops, steps_seen
 from megaponder.plan.memory import GIB, Memory, rank_memory, settle_graphs
 from megaponder.plan.parameters import Parameters, model_parameters, rank_parameters
 from megaponder.plan.time import Estimate, estimate
@@ -93,7 +93,7 @@ def build_plan(cfg: RunConfig, method: Any, facts: MethodFacts, world_size: int,
     par = cfg.parallel
     assert cfg.model.num_layers and cfg.model.vocab_size
     dp = world_size // par.replica
-    m = cfg.train.global_batch // (cfg.train.micro_batch * dp)
+    m = micro_batches(cfg, world_size)
     interleaved = par.pipeline > 1 and facts.max_passes > 1
     own = own_parameters(method, cfg.model.num_layers)
     passes = method.longest(cfg.train.seed)
@@ -119,10 +119,10 @@ def build_plan(cfg: RunConfig, method: Any, facts: MethodFacts, world_size: int,
         ),
         parameters=model_parameters(cfg.model, own),
         table_rows=cfg.model.padded_vocab,
-        flops=plan_flops(cfg, method, passes),
+        flops=plan_flops(cfg, method, passes, m),
         mean_passes=sum(counts) / len(counts),
         needed=mean_needed(cfg, method),
-        executed=mean_executed(cfg, method),
+        executed=mean_executed(cfg, method, m),
         stages=memory,
         stage_parameters=tuple(rank_parameters(cfg, facts, stage, own).total for stage in stages),
         estimate=estimate(cfg, method, world_size, mfu, peak),

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from megaponder.config import eslm
 from megaponder.config.method_facts import MethodLike, PassLike
 from megaponder.config.recompute import recomputed_layers
 from megaponder.config.schema import DataConfig, ModelConfig, RunConfig
@@ -66,6 +67,8 @@ class StepFlops:
     passes: tuple[PassFlops, ...]
     again: tuple[float, ...]
     """Share of the stack's layers that the backward of each pass recomputes."""
+    scored: bool = False
+    """A forward for the tokens' scores comes before the one that is trained on (`train.eslm`)."""
 
     @property
     def forward(self) -> float:
@@ -79,7 +82,7 @@ class StepFlops:
 
     @property
     def executed(self) -> float:
-        """Training with recompute: the numerator of HFU."""
+        """Training with recompute and a forward for scores: the numerator of HFU."""
         return self.executed_of([1.0] * len(self.passes))
 
     def needed_of(self, active: Sequence[float]) -> float:
@@ -90,7 +93,8 @@ class StepFlops:
     def executed_of(self, active: Sequence[float]) -> float:
         """`executed`, if only these shares of the tokens are computed in each pass."""
         parts = zip(active, self.again, self.passes, strict=True)
-        return self.needed_of(active) + sum(a * s * (p.linear + p.attention) for a, s, p in parts)
+        again = sum(a * s * (p.linear + p.attention) for a, s, p in parts)
+        return self.needed_of(active) + again + self.scored * sum(forward_of(self.passes, active))
 
 
 def forward_of(passes: Sequence[PassFlops], active: Sequence[float]) -> list[float]:
@@ -145,15 +149,22 @@ def pass_flops(cfg: RunConfig, method: MethodLike, p: PassLike, before: Sequence
     return replace(made, trained=prelude / layers * (made.linear + made.attention) / made.total)
 
 
-def step_flops(cfg: RunConfig, method: MethodLike, step: int = 0) -> StepFlops:
-    """FLOPs of the plan of one step."""
-    return plan_flops(cfg, method, method.passes(cfg.train.seed, step))
+def micro_batches(cfg: RunConfig, world_size: int) -> int:
+    """Micro-batches of a rank in a step with the full batch."""
+    return cfg.train.global_batch // (cfg.train.micro_batch * max(1, world_size // cfg.parallel.replica))
 
 
-def plan_flops(cfg: RunConfig, method: MethodLike, plan: Sequence[PassLike]) -> StepFlops:
-    """FLOPs of a plan."""
+def step_flops(cfg: RunConfig, method: MethodLike, step: int = 0, each: int = 1) -> StepFlops:
+    """FLOPs of the plan of one step; `each`: micro-batches of a rank."""
+    return plan_flops(cfg, method, method.passes(cfg.train.seed, step), each)
+
+
+def plan_flops(cfg: RunConfig, method: MethodLike, plan: Sequence[PassLike], each: int = 1) -> StepFlops:
+    """FLOPs of a plan, after the warm-up of `train.eslm`; `each`: micro-batches of a rank."""
     made = tuple(pass_flops(cfg, method, p, plan[:i]) for i, p in enumerate(plan))
-    return StepFlops(made, tuple(_again(cfg, p) for p in plan))
+    selects = eslm.read(cfg.train.eslm)
+    scored = selects is not None and selects.alpha > 0 and selects.scores_first(each)
+    return StepFlops(made, tuple(_again(cfg, p) for p in plan), scored)
 
 
 def _again(cfg: RunConfig, p: PassLike) -> float:
@@ -170,9 +181,9 @@ def mean_needed(cfg: RunConfig, method: MethodLike) -> float:
     return _mean(cfg, method, lambda flops: flops.needed)
 
 
-def mean_executed(cfg: RunConfig, method: MethodLike) -> float:
-    """Executed training FLOPs per token, averaged over the run's plans."""
-    return _mean(cfg, method, lambda flops: flops.executed)
+def mean_executed(cfg: RunConfig, method: MethodLike, each: int = 1) -> float:
+    """Executed training FLOPs per token, averaged over the run's plans; `each`: micro-batches of a rank."""
+    return _mean(cfg, method, lambda flops: flops.executed, each)
 
 
 def steps_seen(cfg: RunConfig, method: MethodLike) -> list[int]:
@@ -184,10 +195,10 @@ def steps_seen(cfg: RunConfig, method: MethodLike) -> list[int]:
     return [0] if len(plans) == 1 else spread
 
 
-def _mean(cfg: RunConfig, method: MethodLike, value: Callable[[StepFlops], float]) -> float:
+def _mean(cfg: RunConfig, method: MethodLike, value: Callable[[StepFlops], float], each: int = 1) -> float:
     """Over the run's plans, each of which is looked at once."""
     plans = [tuple(method.passes(cfg.train.seed, step)) for step in steps_seen(cfg, method)]
-    known = {plan: value(plan_flops(cfg, method, plan)) for plan in set(plans)}
+    known = {plan: value(plan_flops(cfg, method, plan, each)) for plan in set(plans)}
     return sum(known[plan] for plan in plans) / len(plans)
 
 

@@ -176,7 +176,9 @@ def print_plan(cfg: RunConfig, plan: Plan, console: Console) -> None:
         console.print(
             f"of these, FreqKV's transforms: {si(compression)} a token, {compression / plan.flops.forward:.3%}"
         )
-    again = f", executed {si(plan.executed)} with recompute" if plan.executed > plan.needed else ""
+    more = "a forward for scores" if plan.flops.scored else "recompute"
+    more = f"recompute and {more}" if plan.flops.scored and any(plan.flops.again) else more
+    again = f", executed {si(plan.executed)} with {more}" if plan.executed > plan.needed else ""
     how = "forward and backward" + (", mean over steps" if varies else "")
     if all(p.trained == 1.0 for p in plan.flops.passes):
         how = "mean over steps of 3 x forward" if varies else "3 x forward"

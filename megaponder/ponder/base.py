@@ -227,8 +227,8 @@ class Readout:
     losses: Tensor | None = None
     """Beside `loss`: `ExitTools.losses(hidden)`, if the method has computed it; the head then does not run again."""
     loss: Tensor | None = None
-    """The method's own loss, which replaces the cross entropy of `hidden`: a SUM over this rank's valid tokens.  The
-    reported loss stays the cross entropy."""
+    """The method's own loss of each token [tokens of this rank, b], which replaces the cross entropy of `hidden`; the
+    engine sums over valid tokens.  The reported loss stays the cross entropy."""
 
 
 @dataclass(frozen=True)
@@ -265,6 +265,8 @@ class Method:
     """`leave` calls tools.mixture: the last stage then holds a copy of the input table."""
     reads_every_pass: bool = False
     """`leave` calls tools.losses: logits of every pass are kept for their backward."""
+    trains_exits: bool = False
+    """The method's own loss also trains who stops when: no token may then be left out of it."""
     scales_up: bool = False
     """SwiGLU's up matrices are drawn like the output projections, where `initialisation` is left to the method."""
     keeps_kv: bool = False

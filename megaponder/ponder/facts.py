@@ -21,6 +21,7 @@ def facts_of(method: MethodLike, seed: int = 0) -> MethodFacts:
         mixes_vocabulary=method.mixes_vocabulary,
         keeps_kv=method.keeps_kv,
         reads_every_pass=method.reads_every_pass,
+        trains_exits=method.trains_exits,
         skips=method.skips,
         weighs=method.weighs,
         core=method.core,

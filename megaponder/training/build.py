@@ -154,5 +154,5 @@ def build(cfg: RunConfig, groups: Groups, stack: ExitStack) -> Run:
     canary = Canary(cfg, engine, monitor.say)
     return Run(
         cfg, total, state, engine, optimizer, ema, schedule, data, batches, clock, stop, canary, faults, saver, local,
-        monitor, report, Spent(cfg, method), profile, who,
+        monitor, report, Spent(cfg, method, groups.world_size), profile, who,
     )  # fmt: skip

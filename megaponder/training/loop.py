@@ -11,8 +11,8 @@ from megaponder.config.schema import RunConfig
 from megaponder.engine.groups import Groups
 from megaponder.monitor.start_end import ending, started, starting
 from megaponder.ranks import on_first_rank
+from megaponder.training import adaptive_alpha, tasks
 from megaponder.training import stop as stopping
-from megaponder.training import tasks
 from megaponder.training.build import Run, build
 from megaponder.training.evaluate import evaluate
 from megaponder.training.faults import NotFinite
@@ -54,6 +54,7 @@ def loop(run: Run) -> int:
             clock.enter("forward_backward")
             engine.zero_grad()
             optimizer.zero_grad()
+            adaptive_alpha.prepare(cfg, engine, before)
             out = engine.forward_backward(batches, step, train=True)
             if method_only(cfg.train, step):
                 drop_backbone_gradients(engine.stage)
@@ -61,7 +62,8 @@ def loop(run: Run) -> int:
             clock.enter("optimizer")
             set_lr(optimizer, cfg, run.schedule(step), step)
             norm = gradient_norm(optimizer)
-            if faults.takes(before, out, norm):
+            taken = faults.takes(before, out, norm)
+            if taken:
                 update(optimizer, norm)
                 if run.ema is not None:
                     run.ema.update()
@@ -74,6 +76,8 @@ def loop(run: Run) -> int:
             run.monitor.started(start)
         after = before.after(batch, cfg.data.sequence_length)
         after = run.spent.add(after, batch * cfg.data.sequence_length, out, seconds)
+        if taken:
+            after = adaptive_alpha.follow(cfg, before, after, out)
         run.state = state = faults.after(before, after, out.loss, norm, run.batches.source)
         if faults.reason:
             run.monitor.skipped(faults.reason)

@@ -163,7 +163,8 @@ def costs(cfg: RunConfig, method: Method, devices: int) -> Costs:
     if peak is None and torch.cuda.is_available():
         gpu = find_gpu(torch.cuda.get_device_name())
         peak = gpu.bf16_tflops if gpu else None
-    needed, executed = flops.mean_needed(cfg, method), flops.mean_executed(cfg, method)
+    each = flops.micro_batches(cfg, devices)
+    needed, executed = flops.mean_needed(cfg, method), flops.mean_executed(cfg, method, each)
     return Costs(needed, executed, devices, peak, flops.step_flops(cfg, method) if method.skips else None)
 
 

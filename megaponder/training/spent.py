@@ -6,18 +6,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from megaponder.checkpoint.state import TrainState
+from megaponder.config import eslm
 from megaponder.config.schema import RunConfig
 from megaponder.engine import depth
 from megaponder.engine.step import StepOutput
-from megaponder.plan.flops import StepFlops, step_flops
+from megaponder.plan.flops import StepFlops, micro_batches, step_flops
 from megaponder.ponder.base import Method
 
 
 class Spent:
     """Adds up what a run has spent; evaluation, saving and steps that a rollback took back are not in the sums."""
 
-    def __init__(self, cfg: RunConfig, method: Method):
-        self._cfg, self._method = cfg, method
+    def __init__(self, cfg: RunConfig, method: Method, world_size: int = 1):
+        self._cfg, self._method, self._each = cfg, method, micro_batches(cfg, world_size)
         self._plans: dict[object, StepFlops] = {}
 
     def add(self, state: TrainState, tokens: int, out: StepOutput, seconds: float) -> TrainState:
@@ -48,10 +49,11 @@ class Spent:
         return {name: value for name, value in found.items() if value is not None}
 
     def _plan(self, step: int) -> StepFlops:
-        passes = self._method.passes(self._cfg.train.seed, step)
-        if passes not in self._plans:
-            self._plans[passes] = step_flops(self._cfg, self._method, step)
-        return self._plans[passes]
+        passes, selects = self._method.passes(self._cfg.train.seed, step), eslm.read(self._cfg.train.eslm)
+        each = 1 if selects is not None and step <= selects.warmup else self._each
+        if (passes, each) not in self._plans:
+            self._plans[passes, each] = step_flops(self._cfg, self._method, step, each)
+        return self._plans[passes, each]
 
 
 def _plus(sum_: float | None, value: float) -> float | None:

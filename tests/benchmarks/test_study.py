@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zstandard
@@ -111,6 +112,20 @@ def test_answers_show_the_best_rate_with_its_seeds() -> None:
     *_, best, second = answers.equal_flops([*(r | more for r in three), other]).strip().splitlines()
     assert best.startswith("| vanilla | 0.012 | 1 | 3.3000 | 1.0000 | 2 M | 0.04 |")
     assert second.startswith("| loop | 0.006 | 3 | 3.3400 ± 0.0100 | 1.0000 | 88 M | 1.94 |")
+
+
+def test_tokens_to_a_target_lie_on_the_curve() -> None:
+    def row(kind: str, losses: list[float]) -> dict[str, Any]:
+        told = {"kind": kind, "lr": 0.003, "seed": 1, "loss": losses[-1]}
+        return told | {"curve": [{"tokens": 1_000_000 * (i + 1), "loss": x} for i, x in enumerate(losses)]}
+
+    plain = row("vanilla", [6.0, 5.0, 4.5, 4.0])
+    assert answers.tokens_to(plain["curve"], 5.25) == 1_750_000 and answers.tokens_to(plain["curve"], 3.9) is None
+    assert answers.tokens_to(plain["curve"], 7.0) == 1_000_000
+    told = answers._to_targets([plain, row("eslm", [5.5, 4.5, 4.0, 3.5]), row("eslm-0.3", [5.0, 4.9, 4.8, 4.7])])
+    assert "| vanilla | 0.003 | 1 | 4.0000 | 2.0 M, 1.000 | 4.0 M, 1.000 |" in told
+    assert "| eslm | 0.003 | 1 | 3.5000 | 1.5 M, 0.750 | 3.0 M, 0.750 |" in told
+    assert "| eslm-0.3 | 0.003 | 1 | 4.7000 | 1.0 M, 0.500 | never |" in told and "Not run: eslm-entropy." in told
 
 
 def test_a_row_waits_for_memory() -> None:

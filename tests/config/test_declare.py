@@ -138,6 +138,8 @@ def other_value(name: str, value: Any) -> Any:
         return {"steps": 7}
     if name == "model.depth_attention":
         return {"sources": "last:2"}
+    if name == "train.eslm":
+        return {"by": "loss"}
     if name == "model.freqkv":
         return {"capacity": 64}
     if name == "model.rotary_scaling":

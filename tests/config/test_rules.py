@@ -65,6 +65,26 @@ BROKEN: list[Broken] = [
         model__rotary_scaling={"rope_type": "yarn", "factr": 2.0},
     ),
     broken("model.rotary_scaling.factor", "at least 1", model__rotary_scaling={"rope_type": "linear", "factor": 0.5}),
+    broken(
+        "train.eslm.share", "its options are by, alpha, scope, warmup, adapt, alpha_range", train__eslm={"share": 1}
+    ),
+    broken(
+        "train.eslm", "it needs by, the score of a token: loss or entropy; add by: loss", train__eslm={"alpha": 0.2}
+    ),
+    broken("train.eslm.by", "loss or entropy; use loss", train__eslm={"by": "margin"}),
+    broken("train.eslm.scope", "micro or global; use micro", train__eslm={"by": "loss", "scope": "batch"}),
+    broken("train.eslm.alpha", "less than 1", train__eslm={"by": "loss", "alpha": 1.0}),
+    broken("train.eslm.warmup", "a whole number of steps", train__eslm={"by": "loss", "warmup": 0.1}),
+    broken("train.eslm.adapt", "at least 0 and at most 10", train__eslm={"by": "loss", "adapt": -1}),
+    broken("train.eslm.alpha", "which is [0, 0.5]", train__eslm={"by": "loss", "adapt": 1, "alpha": 0.6}),
+    broken("train.eslm.alpha_range", "two numbers", train__eslm={"by": "loss", "adapt": 1, "alpha_range": [0.2, 0.5]}),
+    broken("train.eslm.alpha_range", "adapt is 0; take", train__eslm={"by": "loss", "alpha_range": [0.0, 0.5]}),
+    broken(
+        "train.eslm",
+        "also train its gates, which then would know the selected tokens only; use {}",
+        facts=MethodFacts(trains_exits=True),
+        train__eslm={"by": "loss"},
+    ),
     broken("model.norm_affine", "RMSNorm always learns", model__norm="rmsnorm", model__norm_affine=False),
     broken("model.norm_eps", "more than 0", model__norm_eps=0.0),
     broken("model.init_std", "more than 0", model__init_std=-1.0),
@@ -376,7 +396,7 @@ class Drawn:
 
     name, options = "drawn", None
     rider_channels, mixes_vocabulary, keeps_kv, skips = 2, True, True, False
-    core, reads_every_pass, weighs = None, False, False
+    core, reads_every_pass, trains_exits, weighs = None, False, False, False
 
     class Pass:
         def __init__(self, slots: int):

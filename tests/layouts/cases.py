@@ -26,6 +26,8 @@ class Case:
     """Training steps that are run; the last one's numbers are compared."""
     stages: dict[int, list[int]] = field(default_factory=dict)
     """Layers of each stage, by the number of stages; else equal parts."""
+    eslm: dict[str, Any] = field(default_factory=dict)
+    """Which tokens are trained on; of a micro-batch, in layouts that have the reference's alone."""
 
 
 CASES = {
@@ -274,6 +276,21 @@ CASES = {
         {"num_layers": 4, "num_kv_heads": 2},
         stages={2: [1, 3], 3: [1, 2, 1]},
     ),
+    # of the global batch, in one micro-batch a rank or several; losses of two passes; with halting, of each micro-batch
+    "eslm-global": Case("llama", "vanilla", eslm={"by": "loss", "alpha": 0.3, "scope": "global"}),
+    "eslm-entropy-losses": Case(
+        "llama",
+        "nanbeige",
+        {"loops": 2, "loss_weights": [0.3]},
+        eslm={"by": "entropy", "alpha": 0.4, "scope": "global"},
+    ),
+    "eslm-micro-skip": Case(
+        "pythia",
+        "adaponderlm",
+        {"target": 0.5, "explore": 0.5, "cost_weight": 20.0},
+        skip=True,
+        eslm={"by": "entropy", "alpha": 0.35},
+    ),
     "detached-llama": Case("llama", "detached"),
     "everything-llama": Case("llama", "sink", {}, {"num_kv_heads": 2}),
     "everything-deep": Case("pythia", "sink", {}, {"num_layers": 6}),  # PP = 2 and 3 divide it
@@ -329,6 +346,7 @@ REPRESENTATIVES = (
     "depth-across-gqa",
     "everything-llama",
     "everything-deep",
+    "eslm-global",
 )
 CONTEXT = (
     "vanilla-llama-tied",
@@ -336,6 +354,8 @@ CONTEXT = (
     "adaptive-cot-skip-gqa",
     "features-parallel",
     "huginn-llama",
+    "eslm-entropy-losses",
+    "eslm-micro-skip",
 )
 """What ranks that share sequences do each in its own way: rows, key bias, a sum over a sequence, sets of keys, gathered
 rows, learned positions, noise."""
@@ -380,7 +400,13 @@ LAYOUTS = {
     "cp2-pp2": Layout(context=2, pipeline=2, batch=1, deep=True, every=False, sample=("everything-llama",)),
     "cp2-pp2-documents": Layout(context=2, pipeline=2, deep=True, every=False, sample=(), documents=True),
     "cp2-dp2-distopt-overlap": Layout(
-        context=2, data=2, batch=1, distributed_optimizer=True, overlap=True, every=False, sample=("vanilla-pythia",)
+        context=2,
+        data=2,
+        batch=1,
+        distributed_optimizer=True,
+        overlap=True,
+        every=False,
+        sample=("vanilla-pythia", "eslm-global", "eslm-micro-skip"),
     ),
     "cp3": Layout(context=3, deep=True, every=False, sample=()),
     "cp3-documents": Layout(context=3, deep=True, every=False, sample=(), documents=True),
@@ -406,6 +432,8 @@ def cases_of(layout: Layout) -> list[str]:
             continue
         if layout.context > 1 and "freqkv" in case.model:
             continue  # refused: config.rules.freqkv
+        if case.eslm.get("scope") != "global" and case.eslm and layout.batch != 1:
+            continue
         sample = REPRESENTATIVES if layout.sample is None else layout.sample
         first = layout.methods and (case.method, case.skip) not in known
         known.add((case.method, case.skip))
@@ -421,6 +449,7 @@ def run_config(case: Case, layout: Layout) -> RunConfig:
     cfg.ponder.method, cfg.ponder.options, cfg.ponder.skip_halted = case.method, dict(case.options), case.skip
     cfg.data.sequence_length = LENGTH
     cfg.train.steps, cfg.train.global_batch, cfg.train.micro_batch = 1, SEQUENCES, layout.batch
+    cfg.train.eslm = dict(case.eslm)
     cfg.train.z_loss = 0.02  # in every case: what is without it is compared with official code
     cfg.model.init_std = 0.2  # far from the linear regime, so that every path matters in the gradients
     cfg.parallel = ParallelConfig(

@@ -59,6 +59,7 @@ def test_layout_changes_nothing(results: Any, case: str, layout: str) -> None:
         for key in ("loss", "aux", "z", *(["eval"] if rank["eval"] is not None else [])):
             assert rank[key] == pytest.approx(reference[key], rel=RTOL, abs=ATOL), key
         assert rank["stats"] == pytest.approx(reference["stats"], rel=RTOL, abs=ATOL)
+        assert rank["selected"] == pytest.approx(reference["selected"], rel=RTOL, abs=ATOL)
         if rank["eval"] is not None:
             assert rank["eval_stats"] == pytest.approx(reference["eval_stats"], rel=RTOL, abs=ATOL)
         if rank["settled"] is not None:
@@ -93,3 +94,6 @@ def test_every_gradient_is_alive(results: Any) -> None:
 def test_statistics_and_auxiliary_loss_are_alive(results: Any) -> None:
     sink = results[REFERENCE]["everything-llama"][0]
     assert sink["aux"] > 0.01 and 0.05 < sink["stats"]["active"] < 0.95
+    for case in ("eslm-global", "eslm-entropy-losses", "eslm-micro-skip"):
+        found = results[REFERENCE][case][0]
+        assert 0.5 < found["selected"]["selected_share"] < 0.85, case

@@ -13,6 +13,7 @@ from megaponder.config.schema import ModelConfig, RunConfig
 from megaponder.engine import cuda_on_cpu
 from tests.layouts import official
 from tests.layouts.cases import CASES, LAYOUTS, LENGTH, VOCAB, Case, disturb, run_config
+from tests.oracles import eslm
 from tests.oracles.reference import Oracle
 from tests.tolerance import RTOL
 
@@ -204,16 +205,21 @@ def test_float64_oracle(name: str) -> None:
     assert _relative(engine.logits(batch.ids_bn), torch.stack([r.logits for r in results]).detach()) < RTOL
     engine.zero_grad()
     out = engine.forward_backward([batch], 0, train=True)
-    loss, grads = oracle.loss_and_gradients(
-        batch.ids_bn, batch.labels_bn, batch.loss_mask_bn, case.method, case.options, cfg.train.z_loss
-    )
-    assert out.loss == pytest.approx(float(loss), rel=RTOL)
     trained = [
         oracle.run(ids, case.method, case.options, labels)
         for ids, labels in zip(batch.ids_bn, batch.labels_bn, strict=True)
     ]
-    squares = torch.stack([r.logits for r in trained]).detach().logsumexp(-1) ** 2
-    z_loss = cfg.train.z_loss * float((squares * batch.loss_mask_bn).sum() / out.tokens)
+    logits, count = torch.stack([r.logits for r in trained]).detach(), batch.loss_mask_bn
+    if case.eslm:
+        count = eslm.of_batches(logits, batch.labels_bn, batch.loss_mask_bn, case.eslm, [2])
+        losses = eslm.scores(logits, batch.labels_bn, "loss")
+        assert out.selected["selected_loss"] == pytest.approx(float((losses * count).sum() / out.tokens), rel=RTOL)
+    loss, grads = oracle.loss_and_gradients(
+        batch.ids_bn, batch.labels_bn, batch.loss_mask_bn, case.method, case.options, cfg.train.z_loss, count
+    )
+    assert out.loss == pytest.approx(float(loss), rel=RTOL)
+    squares = logits.logsumexp(-1) ** 2
+    z_loss = cfg.train.z_loss * float((squares * count).sum() / out.tokens)
     assert out.z_loss == pytest.approx(z_loss, rel=RTOL) and z_loss > 0
     if method.halts:
         depth = torch.stack([r.depth for r in trained]).float()  # type: ignore[misc]

@@ -103,6 +103,7 @@ def run_layout(layout: str, cases: list[str]) -> dict[str, Any]:
             "loss": out.loss,
             "aux": out.aux,
             "z": out.z_loss,
+            "selected": out.selected,
             "stats": out.stats,
             "eval": evaluated,
             "eval_stats": eval_stats,

@@ -275,20 +275,31 @@ class Oracle:
         return self.norm(x, "final_norm") @ self.head.T
 
     def loss_and_gradients(
-        self, ids_bn: Tensor, labels_bn: Tensor, mask_bn: Tensor, method: str, options: dict[str, Any], z: float
+        self,
+        ids_bn: Tensor,
+        labels_bn: Tensor,
+        mask_bn: Tensor,
+        method: str,
+        options: dict[str, Any],
+        z: float,
+        weights_bn: Tensor | None = None,
     ) -> tuple[Tensor, Weights]:
-        """Mean cross entropy over the valid targets of the batch, and the gradient of every weight, z-loss included."""
+        """Mean cross entropy over the valid targets of the batch, and the gradient of every weight, z-loss included.
+
+        `weights_bn`: of the tokens in what is differentiated, auxiliary losses aside.
+        """
         total, objective = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
         aux = torch.zeros((), dtype=torch.float64)
-        for ids, labels, mask in zip(ids_bn, labels_bn, mask_bn, strict=True):
+        each = mask_bn if weights_bn is None else weights_bn
+        for ids, labels, mask, weight in zip(ids_bn, labels_bn, mask_bn, each, strict=True):
             result = self.run(ids, method, options, labels)
             losses = F.cross_entropy(result.logits, labels, reduction="none")
             total = total + (losses * mask).sum()
-            objective = objective + ((losses * mask).sum() if result.objective is None else result.objective(mask))
+            objective = objective + ((losses * weight).sum() if result.objective is None else result.objective(weight))
             if result.cost is not None:
                 aux = aux + result.cost(mask)
             squares = result.logits.logsumexp(-1) ** 2 if result.squares is None else result.squares
-            aux = aux + z * (squares * mask).sum()
+            aux = aux + z * (squares * weight).sum()
         loss = total / mask_bn.sum()
         grads = torch.autograd.grad((objective + aux) / mask_bn.sum(), list(self.w.values()), allow_unused=True)
         return loss.detach(), {

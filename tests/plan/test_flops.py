@@ -119,6 +119,9 @@ def test_training_is_three_times_forward_and_recompute_adds_the_stack() -> None:
     stack = flops.forward - 2 * 50304 * 1024
     assert mean_executed(again, method_of(again)) == pytest.approx(3 * flops.forward + stack)
     assert mean_needed(again, method_of(again)) == flops.needed
+    again.train.eslm = {"by": "loss", "scope": "global"}  # all micro-batches forward once more, if there are several
+    assert mean_executed(again, method_of(again), 2) == pytest.approx(4 * flops.forward + stack)
+    assert mean_executed(again, method_of(again), 1) == pytest.approx(3 * flops.forward + stack)
     again.parallel.recompute_layers, again.parallel.recompute_passes = 6, 2  # of 24 layers and 4 passes
     assert mean_executed(again, method_of(again)) == pytest.approx(3 * flops.forward + stack * 6 / 24 * 2 / 4)
 

@@ -120,7 +120,7 @@ class Nanbeige(Method):
             return Flow(rows)
         h = tools.norm(rows)
         if self.options.loss_weights:
-            share = self.options.loss_weights[loop] * (tools.losses(h) * tools.valid_sb).sum()
+            share = self.options.loss_weights[loop] * tools.losses(h)
             carry["early"] = carry["early"] + share if "early" in carry else share
         return Flow(h if self.options.norm_between else rows)
 
@@ -131,7 +131,7 @@ class Nanbeige(Method):
         if "early" not in carry:
             return Readout(h)
         losses = tools.losses(h)
-        rest = (1.0 - sum(self.options.loss_weights)) * (losses * tools.valid_sb).sum()
+        rest = (1.0 - sum(self.options.loss_weights)) * losses
         return Readout(h, losses=losses, loss=rest + carry["early"])
 
     def training_flops(self, p: Pass, vocab_size: int) -> float:

@@ -37,6 +37,7 @@ class Ouro(Method):
     name = "ouro"
     summary = "the stack runs loops times on its own normed output; a gate weighs the losses of all loops"
     reads_every_pass = True
+    trains_exits = True
 
     @dataclass
     class Options:
@@ -105,8 +106,8 @@ class Ouro(Method):
         valid = tools.valid_sb
         found = {name: (carry[name] * valid).sum() for name in self.stat_names(self.passes(0, None))}
         if "read" in carry:
-            return Readout(carry["read"], loss=found["objective"], stats=found)
-        return Readout(h, losses=losses, loss=found["objective"], stats=found)
+            return Readout(carry["read"], loss=carry["objective"], stats=found)
+        return Readout(h, losses=losses, loss=carry["objective"], stats=found)
 
     def decides(self) -> bool:
         return bool(self.options.threshold < 1)
