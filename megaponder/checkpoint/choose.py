@@ -74,6 +74,11 @@ class Source:
         return choice.path
 
 
+def is_own(path: Path) -> bool:
+    """Whether a folder is a checkpoint or a run that has saved one."""
+    return any((path / name).exists() for name in (STATE, manifest.MANIFEST, "checkpoints"))
+
+
 def named(path: str | Path) -> Source:
     """What a user wrote: a checkpoint folder, or a run folder with its checkpoints; UserError if it is neither."""
     path = Path(path)

@@ -48,6 +48,7 @@ def planned(
     use_plugin(cfg.ponder)
     cfg = with_stated_options(cfg)
     method = method_of(cfg)
+    method.check_run()
     facts = facts_of(method, cfg.train.seed)
     world_size = cfg.parallel.replica if world_size is None else world_size
     there = Machine("cuda", gpu.capability, transformer_engine=True, grad_accum_kernel=True)

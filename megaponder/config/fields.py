@@ -143,6 +143,19 @@ def nearest(wrong: str, legal: typing.Iterable[str], cutoff: float = 0.6) -> str
     return tails[close[0]] if close else None
 
 
+def meant(wrong: str, legal: typing.Iterable[str]) -> str | None:
+    """What a misspelt field is called, as `nearest`; in the section of the method, where nothing else there is like it,
+    an option of the method: which those are is not known here."""
+    section, dot, tail = wrong.partition(".")
+    whole, _, inner = FREE.partition(".")
+    if section != whole or not dot:
+        return nearest(wrong, legal)
+    first, _, rest = tail.partition(".")
+    if rest:
+        return f"{FREE}.{rest}" if nearest(first, [inner]) else None
+    return nearest(wrong, [name for name in legal if name.startswith(f"{whole}.")]) or f"{FREE}.{tail}"
+
+
 _WORDS = {int: "an integer", float: "a number", str: "text", type(None): "null"}
 
 

@@ -28,6 +28,7 @@ from megaponder.config.fields import (
     current_name,
     describe_type,
     item_type,
+    meant,
     nearest,
     renamed,
     sections,
@@ -170,7 +171,7 @@ def _refuse_non_values(value: Any, name: str = "") -> None:
 
 
 def _unknown(name: str, value: Any) -> ConfigError:
-    close = nearest(name, [*all_fields(), *sections()])
+    close = meant(name, [*all_fields(), *sections()])
     section = name.partition(".")[0]
     members = [n for n in all_fields() if n.startswith(section + ".")] or [*sections(), "run"]
     fix = f"did you mean {close}" if close else f"legal here: {', '.join(members)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megaponder.config import yaml_file
-from megaponder.config.fields import FREE, Field, accepts, all_fields, current_name, item_type, nearest, sections
+from megaponder.config.fields import FREE, Field, accepts, all_fields, current_name, item_type, meant, sections
 from megaponder.errors import ConfigError
 
 
@@ -78,7 +78,7 @@ def _field(name: str, value: str) -> Field | None:
     fields = ", ".join(f"--{n}" for n in all_fields() if n.startswith(section + "."))
     if name in sections():
         raise ConfigError(f"--{name}", value, "this is a section, not a field", f"its fields are: {fields}")
-    close = nearest(name, all_fields())
+    close = meant(name, all_fields())
     fix = f"the fields of {section} are: {fields}" if fields else f"the sections are: {', '.join(sections())}"
     fix = f"did you mean --{close}" if close else fix
     raise ConfigError(f"--{name}", value, "there is no such field", fix)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from megaponder.decoding.ranges import Mistake
+
 RULES = ("ring", "anchor")
 
 
@@ -14,3 +16,12 @@ def entry_of(index: int, budget: int, rule: str = "ring") -> int:
     if not budget:
         return index
     return index % budget if rule == "ring" else min(index, budget - 1)
+
+
+def budget_mistake(budget: int, passes: int, rule: str = RULES[0]) -> Mistake | None:
+    """What is wrong with a budget of a token that runs so many passes."""
+    if budget > passes:
+        return "kv_budget", budget, f"a token runs {passes} passes, so it would keep those of all", "use 0"
+    if rule != RULES[0] and not budget:
+        return "kv_rule", rule, "all keys and values are kept while kv_budget is 0", "give kv_budget, too"
+    return None

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from megaponder.decoding.backbone import feature, wide
-from megaponder.decoding.budget import entry_of
+from megaponder.decoding.budget import budget_mistake, entry_of
 from megaponder.decoding.depth_attention import Entries
 from megaponder.decoding.method import DecodingMethod
 from megaponder.decoding.packed import Packed, packed
 from megaponder.decoding.passes import Run
+from megaponder.decoding.ranges import check, refuse
 from megaponder.decoding.slots import Slots
 
 State = dict[str, Tensor]
@@ -84,20 +85,21 @@ class Stepwise(DecodingMethod):
         made, passes, threshold = copy.copy(self), given.get("passes"), given.get("threshold")
         if passes is not None:
             most = self.trained()
-            if passes < 1 or (passes > most and not self.extends):
-                rule = "at least 1" if self.extends else f"1 to {most}, the passes that the model was trained with"
-                raise ValueError(f"passes = {passes}: it must be {rule}")
+            check("passes", passes)
+            if passes > most and not self.extends:
+                rule = f"it must be 1 to {most}, the passes that the model was trained with"
+                raise ValueError(f"passes = {passes}: {rule}; use {most}")
             made.limit = int(passes)
         if threshold is not None:
             if "threshold" not in self.options or getattr(self, "window", None) is not None:
                 raise ValueError(f"threshold = {threshold}: method {self.name} has no threshold to choose here")
+            check("threshold", threshold)
             made.options = {**made.options, "threshold": float(threshold)}
         if (budget := given.get("kv_budget")) is not None:
-            if "kv_budget" not in self.options or budget < 0:
-                rule = (
-                    "it must be at least 0" if "kv_budget" in self.options else f"method {self.name} has no such option"
-                )
-                raise ValueError(f"kv_budget = {budget}: {rule}")
+            if "kv_budget" not in self.options:
+                raise ValueError(f"kv_budget = {budget}: method {self.name} has no such option")
+            check("kv_budget", budget)
+            refuse(budget_mistake(budget, made.deepest()))
             made.options = {**made.options, "kv_budget": int(budget)}
         return made
 

@@ -59,21 +59,33 @@ def native_format(cfg: RunConfig) -> tuple[str | None, str]:
 
 def what_is_lost(m: ModelConfig, form: Format) -> str:
     """The first feature of a model that a format cannot represent; empty if there is none."""
+    for name in needed(m, form):
+        what = name.replace("_", " ")
+        if name in ("num_kv_heads", "head_size"):
+            what = "grouped key/value heads" if name == "num_kv_heads" else f"heads of {m.head_size} channels"
+        return f"{what if name not in FEATURES else f'{what} {getattr(m, name)}'} in a {form.family} block"
+    return ""
+
+
+def needed(m: ModelConfig, form: Format) -> dict[str, Any]:
+    """The fields of a model that a format cannot represent, with the values that it needs."""
     held, family = set(form.taken.values()), FAMILIES[form.family]
     held |= {"attention_window"} if form.window else set()
     held |= {"rotary_scaling"} if form.rotary else set()
     for code in form.coded.values():
         if _code(m, code) is not None:
             held.update(code.ours)
+    found: dict[str, Any] = {}
+    assert m.hidden_size and m.num_heads
     if "num_kv_heads" not in held and m.num_kv_heads != m.num_heads:
-        return f"grouped key/value heads in a {form.family} block"
+        found["num_kv_heads"] = m.num_heads
     if "head_size" not in held and m.query_width != m.hidden_size:
-        return f"heads of {m.head_size} channels in a {form.family} block"
+        found["head_size"] = m.hidden_size // m.num_heads
     for name in FEATURES:
         without_effect = name.startswith("rotary") and m.positions != "rotary"
         if name not in held and not without_effect and getattr(m, name) != getattr(family, name):
-            return f"{name.replace('_', ' ')} {getattr(m, name)} in a {form.family} block"
-    return ""
+            found[name] = getattr(family, name)
+    return found
 
 
 def _code(m: ModelConfig, code: Coded) -> Any:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaponder.checkpoint import origin
+from megaponder.checkpoint.choose import is_own
 from megaponder.config.load import dump
 from megaponder.config.model import short_reach
 from megaponder.config.schema import RunConfig
@@ -77,6 +78,7 @@ def import_hf(
     require_transformers("megaponder import")
     reference.check_tolerance(tolerance)
     source, out = Path(source), Path(out)
+    _refuse_other_folders(source)
     refuse_taken(out / "checkpoints", force)  # before minutes of loading
     hf = folder.read_config(source)
     cfg = run_config(hf, source, out, frozenset(ignore or ()), method)
@@ -116,3 +118,17 @@ def import_hf(
     dump(start_config(cfg, out), out / "config.yaml")
     notes = tuple(note for note in (lost, short_reach(cfg.model)) if note)
     return Imported(checkpoint, cfg, count, worst, code, of_layers, notes)
+
+
+def _refuse_other_folders(source: Path) -> None:
+    """UserError for what has no config.json because it is no Hugging Face folder at all."""
+    if source.is_dir():
+        if not (source / "config.json").exists() and is_own(source):
+            raise UserError(
+                f"{source} is a run or a checkpoint of megaponder, not a Hugging Face folder: train from it with "
+                f"--checkpoint.load {source}, or write such a folder with megaponder export {source} FOLDER."
+            )
+    elif not source.exists():
+        raise UserError(f"{source}: there is no such folder; a model of the Hugging Face hub must be downloaded first.")
+    else:
+        raise UserError(f"{source} is a file; name the folder that has the model's config.json and safetensors.")

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaponder.config.load import show
+from megaponder.config.model import FAMILIES
 from megaponder.config.schema import ModelConfig, PonderConfig, RunConfig
 from megaponder.errors import UserError
 from megaponder.export import configs, kept
@@ -145,25 +147,22 @@ def _number(hf: dict[str, Any], name: str, default: float, where: str) -> float:
 
 
 def refusal(cfg: RunConfig, kind: str) -> str:
-    """Why a model cannot be written in this format; empty if it can."""
-    if cfg.ponder.method != METHODS[kind]:
-        return f"it holds models of method {METHODS[kind]}, and this one is {cfg.ponder.method}"
-    plain = replace(cfg.model, **{name: getattr(_family(), name) for name in FEATURES[kind]})
-    for name, value in FEATURES[kind].items():
-        if getattr(cfg.model, name) != value:
-            return f"it has {name.replace('_', ' ')} {value}, not {getattr(cfg.model, name)}"
-    if cfg.model.rotary_scaling:
-        return f"its folders have no rotary scaling, as {cfg.model.rotary_scaling}"
-    scale = 1.0 if kind != "huginn_raven" else (cfg.model.hidden_size or 0) ** 0.5
-    if abs(configs.scale_of(cfg) - scale) > 1e-6 * scale:
-        return f"its embedding scale is {scale:g}, not {configs.scale_of(cfg):g}"
-    return configs.what_is_lost(plain, KINDS[kind])
+    """All that keeps a model from being written in this format; empty if nothing does."""
+    lacking = [f"ponder.method is {cfg.ponder.method}, the target needs {METHODS[kind]}"]
+    return "; ".join([*(lacking if cfg.ponder.method != METHODS[kind] else []), *lacking_features(cfg, kind)])
 
 
-def _family() -> ModelConfig:
-    from megaponder.config.model import FAMILIES
-
-    return FAMILIES["llama"]
+def lacking_features(cfg: RunConfig, kind: str, folded: bool = False) -> list[str]:
+    """What the backbone has otherwise than this format; `folded`: the embedding scale goes into the table."""
+    own = FEATURES[kind] | {"rotary_scaling": {}}
+    plain = replace(cfg.model, **{name: getattr(FAMILIES["llama"], name) for name in own})
+    need = {name: value for name, value in own.items() if getattr(cfg.model, name) != value}
+    need |= configs.needed(plain, KINDS[kind])
+    out = [f"model.{name} is {show(getattr(cfg.model, name))}, the target needs {show(x)}" for name, x in need.items()]
+    scale, word = (1.0, "none") if kind != "huginn_raven" else ((cfg.model.hidden_size or 0) ** 0.5, "sqrt_h")
+    if not folded and abs(configs.scale_of(cfg) - scale) > 1e-6 * scale:
+        out.append(f"model.embedding_scale is {configs.scale_of(cfg):g}, the target needs {word} ({scale:g})")
+    return out
 
 
 def config_json(cfg: RunConfig, kind: str, dtype: str, eos: int | None) -> dict[str, Any]:

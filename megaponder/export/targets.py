@@ -19,7 +19,6 @@ from typing import Any
 from megaponder.config.schema import PonderConfig, RunConfig
 from megaponder.errors import UserError
 from megaponder.export import compose, configs, looped
-from megaponder.export.formats import FORMATS
 from megaponder.export.names import Tensors
 from megaponder.ponder.settings import method_of
 
@@ -53,12 +52,9 @@ def check(cfg: RunConfig, target: str) -> None:
             f"{form.why_not_plain}; leave --target out for a folder with its modelling code."
         )
     if target == NANBEIGE:
-        lost = configs.what_is_lost(cfg.model, FORMATS["llama"])
-        if cfg.model.qkv_bias or cfg.model.mlp_bias or cfg.model.rotary_scaling:  # never seen in its folders
-            lost = lost or "biases or a rotary scaling"
-    else:
-        lost = configs.native_format(_plain(cfg))[1]
-    if lost:
+        if lacking := looped.lacking_features(cfg, target, folded=True):
+            raise UserError(f"--target {target}: {'; '.join(lacking)}; leave --target out.")
+    elif lost := configs.native_format(_plain(cfg))[1]:
         raise UserError(f"--target {target}: no such format has {lost}; leave --target out.")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megaponder.config.schema import RunConfig
+from megaponder.decoding.ranges import RANGES, broken
 from megaponder.errors import ConfigError
 from megaponder.ponder.base import PARAMETER_PREFIX
 from megaponder.ponder.settings import method_of
@@ -37,9 +37,8 @@ def with_threshold(cfg: RunConfig, threshold: float) -> RunConfig:
     """Halting at another threshold; ponderlm exits by confidence."""
     method, options = cfg.ponder.method, cfg.ponder.options
     _refuse_budget(cfg, "--thresholds", threshold)
-    if not 0 <= threshold <= 1:
-        nearest = 0.5 if math.isnan(threshold) else min(max(threshold, 0.0), 1.0)
-        raise ConfigError("--thresholds", threshold, "it must lie between 0 and 1", f"use {nearest:g}")
+    if (told := broken(threshold, *RANGES["threshold"])) is not None:
+        raise ConfigError("--thresholds", threshold, *told)
     if method == "ponderlm" and not options.get("multiply_by_steps"):
         if options.get("feedback", "mixture") != "mixture" or not options.get("accumulate", True):
             rule = "exit by confidence is built for a ponderlm whose mixtures add up"

@@ -14,6 +14,7 @@ from megaponder.plan.advice import Change, savings
 from megaponder.plan.flops import StepFlops, mean_executed, mean_needed, micro_batches, plan_flops, steps_seen
 from megaponder.plan.memory import GIB, Memory, rank_memory, settle_graphs
 from megaponder.plan.parameters import Parameters, model_parameters, rank_parameters
+from megaponder.plan.parts import Part, parts
 from megaponder.plan.time import Estimate, estimate
 
 
@@ -40,6 +41,8 @@ class Plan:
     """A planned run."""
 
     layout: Layout
+    parts: tuple[Part, ...]
+    """Which layers run how often."""
     parameters: Parameters
     table_rows: int
     """Rows of the padded vocabulary."""
@@ -117,6 +120,7 @@ def build_plan(cfg: RunConfig, method: Any, facts: MethodFacts, world_size: int,
             micro_batches=m,
             microbatch_group=(par.microbatch_group or choose_group(m, par.pipeline)) if interleaved else None,
         ),
+        parts=parts(cfg, method),
         parameters=model_parameters(cfg.model, own),
         table_rows=cfg.model.padded_vocab,
         flops=plan_flops(cfg, method, passes, m),

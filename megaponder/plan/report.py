@@ -145,6 +145,12 @@ def print_plan(cfg: RunConfig, plan: Plan, console: Console) -> None:
     table.add_row("sequence parallel", "yes" if lay.sequence_parallel else "no")
     layers = [str(n) for n in lay.stage_layers]
     table.add_row("layers per stage", layers[0] if len(set(layers)) == 1 else ", ".join(layers))
+    if len(plan.parts) > 1 or plan.parts[0].most_runs > 1:
+        for i, part in enumerate(plan.parts):
+            table.add_row("" if i else "a token runs", str(part))
+        table.add_row(
+            "", f"together {sum(p.executed for p in plan.parts)} executions of {sum(lay.stage_layers)} layers"
+        )
     if lay.context > 1:
         share = cfg.data.sequence_length // lay.context
         table.add_row("a rank holds", f"{share:,} tokens of each sequence; attention reads the others' keys")

@@ -304,6 +304,10 @@ class Method:
         self.options, self.shape = options, shape
 
     # --- the plan -----------------------------------------------------------------------------------------------------
+    def check_run(self) -> None:
+        """ConfigError for options that are legal by themselves, but without effect or sense together: asked where a run
+        is planned or started, while a checkpoint is read all the same."""
+
     def passes(self, seed: int, step: int | None) -> tuple[Pass, ...]:
         """The passes of a step: a pure function of (seed, step), so that all ranks agree; step None: evaluation."""
         return (Pass(0, last=True),)

@@ -22,7 +22,7 @@ from statistics import NormalDist
 
 from megaponder.errors import ConfigError
 from megaponder.ponder.base import MOST_PASSES, pass_count
-from megaponder.ponder.halting import at_least
+from megaponder.ponder.halting import at_least, one_of
 
 DRAWS = ("fixed", "uniform", "poisson", "lognormal")
 GROWTHS = ("linear", "root")
@@ -36,10 +36,10 @@ class DrawnOptions:
     """How training finds the number of repetitions of a step: fixed, uniform (from draw_from to draw_to), poisson, or
     lognormal (Huginn's: one more than Poisson around a log-normal mean)."""
     draw_from: int = pass_count(1)
-    """Fewest repetitions that are drawn."""
+    """Fewest repetitions that are drawn; at most the number used in evaluation."""
     draw_to: int = pass_count(0)
-    """Most repetitions that are drawn, which memory must hold; 0: what makes a uniform draw's mean the number used in
-    evaluation, and four times that number for the others."""
+    """Most repetitions that are drawn, which memory must hold, at least the number used in evaluation; 0: what makes a
+    uniform draw's mean that number, and four times it for the others."""
     grow_steps: int = 0
     """Training steps over which the number grows from 1; 0: it does not grow."""
     grow: str = "linear"
@@ -47,10 +47,8 @@ class DrawnOptions:
 
     def check_draw(self, s: int) -> None:
         """ConfigError for options that do not fit together; `s`: the number in evaluation."""
-        for name, legal in (("draw", DRAWS), ("grow", GROWTHS)):
-            if (value := getattr(self, name)) not in legal:
-                words = f"{', '.join(legal[:-1])} or {legal[-1]}"
-                raise ConfigError(f"ponder.options.{name}", value, f"it must be {words}", f"use {legal[0]}")
+        one_of(self, "draw", DRAWS)
+        one_of(self, "grow", GROWTHS)
         at_least(self, "draw_from", 1)
         at_least(self, "grow_steps", 0)
         if self.draw == "fixed":
@@ -62,6 +60,20 @@ class DrawnOptions:
             told, fix = (self.draw_to, self.draw_from) if self.draw_to else (0, max(self.draw_from, 2 * s))
             rule = f"it must be at least draw_from = {self.draw_from}"
             raise ConfigError("ponder.options.draw_to", told, rule, f"use {fix}")
+
+    def check_drawn(self, number: str) -> None:
+        """ConfigError for options without effect, or that never draw what is evaluated; `number`: the option S."""
+        s, field = getattr(self, number), "ponder.options."
+        if self.draw == "fixed" and self.draw_from != 1:
+            rule, fix = "draw = fixed draws no number", "use 1, or draw: uniform"
+            raise ConfigError(f"{field}draw_from", self.draw_from, rule, fix)
+        if not self.grow_steps and self.grow != GROWTHS[0]:
+            rule, fix = "with grow_steps = 0 the number does not grow", f"use {GROWTHS[0]}, or set grow_steps"
+            raise ConfigError(f"{field}grow", self.grow, rule, fix)
+        reaches(self.draw_to, number, s)
+        if self.draw != "fixed" and self.draw_from > s:
+            rule = f"it must be at most {number} = {s}, with which the model is evaluated"
+            raise ConfigError(f"{field}draw_from", self.draw_from, rule, f"the nearest is {s}")
 
     def most(self, s: int) -> int:
         """The largest number of a step."""
@@ -88,6 +100,14 @@ class DrawnOptions:
             tau = NormalDist(math.log(mean) - 0.125, 0.5).inv_cdf(source.random() or 0.5)
             found = 1 + poisson(math.exp(tau), source.random())
         return min(max(found, self.draw_from), most)
+
+
+def reaches(draw_to: int, number: str, s: int) -> None:
+    """ConfigError where training never draws the number S with which the model is evaluated, and around which it
+    draws."""
+    if 0 < draw_to < s:
+        rule = f"it must be at least {number} = {s}, with which the model is evaluated, or 0"
+        raise ConfigError("ponder.options.draw_to", draw_to, rule, f"the nearest is {s}")
 
 
 def poisson(mean: float, u: float) -> int:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megaponder.config.fields import nearest
 from megaponder.decoding.noise import document_sums
+from megaponder.decoding.ranges import RANGES, Mistake, broken
 from megaponder.errors import ConfigError
 
 
@@ -58,12 +61,12 @@ def starts_at(module: nn.Linear | nn.Sequential, bias: float) -> nn.Linear | nn.
     return module
 
 
-def one_of(options: object, name: str, legal: tuple[str, ...]) -> None:
+def one_of(options: object, name: str, legal: Iterable[str]) -> None:
     """Refuse a word that an option does not know."""
-    value = getattr(options, name)
+    value, legal = getattr(options, name), list(legal)
     if value not in legal:
         rule = f"it must be {', '.join(legal[:-1])} or {legal[-1]}"
-        raise ConfigError(f"ponder.options.{name}", value, rule, f"use {legal[0]}")
+        raise ConfigError(f"ponder.options.{name}", value, rule, f"use {nearest(value, legal) or legal[0]}")
 
 
 def ramp(step: Tensor | None, start: int, end: int) -> Tensor | float:
@@ -104,18 +107,30 @@ def smallest(
 
 def at_least(options: object, name: str, least: float) -> None:
     """Refuse an option below its least value."""
-    value = getattr(options, name)
-    if value < least:
-        raise ConfigError(f"ponder.options.{name}", value, f"it must be at least {least}", f"use {least}")
+    _within(options, name, least)
 
 
 def fraction(options: object, name: str) -> None:
     """Refuse an option outside 0 to 1."""
+    _within(options, name, 0, 1)
+
+
+def as_decoded(options: object, *names: str) -> None:
+    """Refuse options outside the ranges that they have as arguments of a call."""
+    for name in names:
+        _within(options, name, *RANGES[name])
+
+
+def refuse(mistake: Mistake | None) -> None:
+    """ConfigError for a mistake in options that decoding reads."""
+    if mistake is not None:
+        raise ConfigError(f"ponder.options.{mistake[0]}", *mistake[1:])
+
+
+def _within(options: object, name: str, *bounds: Any) -> None:
     value = getattr(options, name)
-    if not 0 <= value <= 1:
-        raise ConfigError(
-            f"ponder.options.{name}", value, "it must lie between 0 and 1", f"use {min(max(value, 0), 1)}"
-        )
+    if (told := broken(value, *bounds)) is not None:
+        refuse((name, value, *told))
 
 
 def ordered(options: object, start: str, end: str) -> None:

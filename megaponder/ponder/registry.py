@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import megaponder.ponder.methods  # noqa: F401  registers the shipped ones
-from megaponder.config.declare import declaration, refusal_of_both, warn_of_rename
+from megaponder.config.declare import Declaration, declaration, refusal_of_both, warn_of_rename
+from megaponder.config.fields import nearest
+from megaponder.config.schema import PonderConfig
 from megaponder.errors import ConfigError
 from megaponder.ponder.base import REGISTERED, Method, Shape
 from megaponder.ponder.plugins import load_installed
@@ -32,7 +34,7 @@ def build_method(name: str, options: Mapping[str, Any], shape: Shape) -> Method:
             "ponder.method",
             name,
             "there is no such method",
-            f"known methods: {', '.join(sorted(known))}; for your own, set ponder.plugin",
+            f"{_meant(name, known)}known methods: {', '.join(sorted(known))}; for your own, set ponder.plugin",
         )
     cls = known[name]
     return cls(parse_options(cls, options), shape)
@@ -46,7 +48,10 @@ def parse_options(cls: type[Method], values: Mapping[str, Any]) -> Any:
         if name not in known:
             legal = ", ".join(known) or "none"
             raise ConfigError(
-                f"ponder.options.{name}", value, f"{cls.name} has no such option", f"its options are: {legal}"
+                f"ponder.options.{name}",
+                value,
+                f"{cls.name} has no such option",
+                f"{_meant(name, known)}its options are: {legal}",
             )
         want = type(getattr(defaults, name))
         if type(value) is int and want is float:
@@ -66,6 +71,22 @@ def parse_options(cls: type[Method], values: Mapping[str, Any]) -> Any:
             fix = f"set {other} to 0.0, or leave {name} out"
             raise ConfigError(f"ponder.options.{name}", value, rule, fix)
     return cls.Options(**values)
+
+
+def _meant(wrong: object, legal: Iterable[str]) -> str:
+    """The beginning of an advice: the name that a misspelt one comes close to, if there is one."""
+    close = nearest(str(wrong), legal)
+    return f"did you mean {close}? " if close else ""
+
+
+def options_that_differ(saved: PonderConfig, now: PonderConfig) -> dict[str, tuple[Any, Any, Declaration]]:
+    """Options with another value than that of a run of the same method: then, now, and what they declare."""
+    if saved.method != now.method:
+        return {}
+    cls = methods()[now.method]
+    then, here = (parse_options(cls, ponder.options) for ponder in (saved, now))
+    values = {f.name: (getattr(then, f.name), getattr(here, f.name), declaration(f)) for f in fields(cls.Options)}
+    return {name: found for name, found in values.items() if found[0] != found[1]}
 
 
 def changed_defaults(name: str) -> dict[str, Any]:

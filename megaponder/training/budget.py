@@ -68,11 +68,13 @@ class Budget:
 
 
 def ends_before_the_ramp(method: Method, total: int) -> str | None:
-    """A sentence where the run's last step comes before the end of the method's ramp."""
-    end = getattr(method.options, "ramp_end", 0)
-    if end <= total:
-        return None
-    return f"ponder.options.ramp_end is {end:,}, but the run ends at step {total:,}, before its budget is in force."
+    """A sentence where the run's last step comes before the end of the method's ramp, or of its growth: legal, since
+    the run may go on with more steps."""
+    ends = {"ramp_end": "before its budget is in force", "grow_steps": "before it runs all its passes"}
+    for name, what in ends.items():
+        if (end := getattr(method.options, name, 0)) > total:
+            return f"ponder.options.{name} is {end:,}, but the run ends at step {total:,}, {what}."
+    return None
 
 
 def random_is_as_good(valid: Evaluation) -> str | None:

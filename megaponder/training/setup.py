@@ -11,7 +11,7 @@ import psutil
 from megaponder.checkpoint.choose import named
 from megaponder.checkpoint.state import load_saved_config
 from megaponder.config import launcher
-from megaponder.config.fields import all_fields, value_of
+from megaponder.config.fields import FREE, all_fields, value_of
 from megaponder.config.gpus import find_gpu
 from megaponder.config.load import dump
 from megaponder.config.resolve import resolve
@@ -38,6 +38,7 @@ def complete(cfg: RunConfig) -> RunConfig:
     cfg = fill_from_data(cfg, check_data(cfg))
     world, machine = launcher.place().world_size, this_machine()
     method = method_of(cfg)
+    method.check_run()
     check(cfg, facts_of(method, cfg.train.seed), world, machine, needs_data=True)
     _refuse_what_cannot_fit(cfg, method, world, machine)
     refuse_unknown_tasks(cfg)
@@ -119,12 +120,16 @@ def patience(cfg: RunConfig) -> tuple[float, float]:
 def refuse_other_model(cfg: RunConfig, checkpoint: Path, weights_only: bool = False) -> list[str]:
     """ConfigError if the checkpoint belongs to a different model; returns warnings.
 
-    Each field declares what may change when a run goes on, and when only weights are loaded.
+    Each field, and each option of the method, declares what may change when a run goes on, and when only weights are
+    loaded.
     """
+    from megaponder.ponder.registry import options_that_differ
+
     saved, warnings = load_saved_config(checkpoint), []
-    for name, field in all_fields().items():
-        now, then = value_of(cfg, name), value_of(saved, name)
-        change = field.declared.change_at_load if weights_only else field.declared.resume
+    values = {n: (value_of(saved, n), value_of(cfg, n), field.declared) for n, field in all_fields().items()}
+    values |= {f"{FREE}.{n}": found for n, found in options_that_differ(saved.ponder, cfg.ponder).items()}
+    for name, (then, now, declared) in values.items():
+        change = declared.change_at_load if weights_only else declared.resume
         if now == then or (name == "train.steps" and cfg.train.tokens is not None):  # there they follow from the tokens
             continue
         if change == "asked" and name in cfg.checkpoint.load_changes:

@@ -181,6 +181,32 @@ def test_what_happens_at_a_resume(name: str, tmp_path: Path) -> None:
             assert len(warned) == (change == "warned"), warned
 
 
+OPTIONS = {
+    "huginn": ({"prelude": 1}, {"prelude": 2}, "prelude", True), "retrofit": ({"coda": 2}, {}, "coda", True),
+    "nanbeige": ({}, {"norm_between": False}, "norm_between", True),
+    "parcae": ({"value_embeddings": True}, {}, "value_embeddings", False),
+    "ponderlm": ({}, {"feedback": "hidden"}, "feedback", True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", OPTIONS)
+def test_options_that_say_what_layers_compute_stay(method: str, tmp_path: Path) -> None:
+    """Refused where a run goes on; where only weights are loaded, told, unless they are parameters of their own."""
+    saved, now, name, told = OPTIONS[method]
+    model = {"num_layers": 12, "hidden_size": 64, "num_heads": 4}
+    section = {f"model__{key}": value for key, value in model.items()}
+    yaml_file.write(
+        to_mapping(config(ponder__method=method, ponder__options=saved, **section)), tmp_path / "config.yaml"
+    )
+    cfg = config(ponder__method=method, ponder__options=now, **section)
+    with pytest.raises(ConfigError, match=r"was trained with .*; use that, or a new run folder\.") as caught:
+        refuse_other_model(cfg, tmp_path)
+    assert caught.value.field == f"ponder.options.{name}"
+    assert len(refuse_other_model(cfg, tmp_path, weights_only=True)) == told
+    cfg.ponder.method, cfg.ponder.options = "loop", {}
+    assert not [w for w in refuse_other_model(cfg, tmp_path, weights_only=True) if name in w], "another method"
+
+
 # renamed fields: a schema in which three have had other names
 
 

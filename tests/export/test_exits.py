@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 
+from megaponder.config.load import from_mapping
+from megaponder.errors import ConfigError
+from megaponder.ponder.base import Shape
+from megaponder.ponder.registry import build_method
 from tests.export import models
 from tests.tolerance import PARITY
 
@@ -103,3 +108,50 @@ def test_criteria_of_huginn(by: str) -> None:
     torch.testing.assert_close(done.logits, steps[want - 1], rtol=0, atol=PARITY * float(whole.abs().max()))
     with pytest.raises(ValueError, match="exit_by = 'x': it must be one of change, cosine"):
         net(tokens, exit_by="x")
+
+
+NAN = float("nan")
+OUTSIDE: list[tuple[str, str, Any, str]] = [
+    *(("ouro", "threshold", x, f"it must lie between 0 and 1{fix}") for x, fix in (
+        (NAN, ", and a finite number; leave it out"), (1.5, "; use 1"), (-1.0, "; use 0"),
+    )),
+    *(("huginn", "exit_below", x, f"it must be at least 0{fix}") for x, fix in (
+        (NAN, ", and a finite number; leave it out"), (float("inf"), ", and a finite number; leave it out"),
+        (-1.0, "; use 0"),
+    )),
+    ("ouro", "kv_budget", -1, "it must be at least 0; use 0"),
+    ("huginn", "kv_budget", -1, "it must be at least 0; use 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "field", "value", "words"), OUTSIDE)
+def test_numbers_have_one_range(name: str, field: str, value: Any, words: str) -> None:
+    """As an argument of a call and as an option of a run."""
+    with pytest.raises(ValueError, match=field) as refused:
+        models.model("llama", name)(models.ids(1, 3), **{field: value})
+    assert str(refused.value) == f"{field} = {value!r}: {words}"
+    with pytest.raises(ConfigError) as refused_option:
+        if value != value:  # no file may contain one
+            from_mapping({"ponder": {"options": {field: value}}})
+        build_method(name, {field: value}, Shape("llama", 8, 32))
+    assert value != value or str(refused_option.value) == f"ponder.options.{field} = {value!r}: {words}."
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "words"),
+    [
+        ("huginn", {"exit_by": "entropy"}, "exit_by = 'entropy': nothing stops while exit_below is 0; give exit_below"),
+        ("huginn", {"exit_by": "likeliest", "exit_below": 0.5}, "exit_below = 0.5: with exit_by = likeliest it counts"),
+        ("huginn", {"kv_budget": 4}, "kv_budget = 4: a token runs 3 passes, so it would keep those of all; use 0"),
+        ("huginn", {"kv_budget": 3, "passes": 2}, "kv_budget = 3: a token runs 2 passes"),
+        ("huginn", {"kv_rule": "anchor"}, "kv_rule = 'anchor': all keys and values are kept while kv_budget is 0"),
+        ("huginn", {"passes": 2.5}, "passes = 2.5: it must be a whole number; use 2"),
+        ("ouro", {"kv_budget": 4}, "kv_budget = 4: a token runs 3 passes, so it would keep those of all; use 0"),
+        ("ouro", {"passes": 4}, "passes = 4: it must be 1 to 3, the passes that the model was trained with; use 3"),
+        ("ouro", {"passes": "2"}, "passes = '2': it must be at least 1, and a finite number; leave it out"),
+    ],
+)
+def test_arguments_without_sense(name: str, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=" = ") as refused:
+        models.model("llama", name)(models.ids(1, 3), **given)
+    assert str(refused.value).startswith(words)

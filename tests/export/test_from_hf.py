@@ -147,6 +147,11 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
 def test_damaged_and_pickled_folders(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"config\.json is missing"):
         import_hf(tmp_path, tmp_path / "run")
+    with pytest.raises(UserError, match=r"nowhere: there is no such folder; a model of the Hugging Face hub must be"):
+        import_hf(tmp_path / "nowhere", tmp_path / "run")
+    (tmp_path / "own" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"own is a run or a checkpoint of megaponder, not a Hugging Face folder:"):
+        import_hf(tmp_path / "own", tmp_path / "run")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config\.json cannot be read"):
         import_hf(tmp_path, tmp_path / "run")

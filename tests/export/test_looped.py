@@ -131,14 +131,23 @@ def test_what_cannot_be_represented_is_refused(name: str, changes: dict[str, Any
 
 def test_other_models_have_no_such_format(tmp_path: Path) -> None:
     checkpoints.make("llama", "ouro", tmp_path / "run")  # without sandwich norms
-    with pytest.raises(UserError, match="--target ouro: it has norm placement sandwich, not pre"):
+    needs = "model.norm_placement is pre, the target needs sandwich"
+    with pytest.raises(UserError, match=needs) as refused:
         export(tmp_path / "run", tmp_path / "out", target="ouro")
+    scale = "model.embedding_scale is 5.65685, the target needs none (1)"
+    assert str(refused.value) == f"--target ouro: {needs}; {scale}; leave --target out."
     cfg = load_weights(tmp_path / "run")[0]
-    cfg.model.norm_placement, cfg.model.embedding_scale, cfg.model.qkv_bias = "sandwich", "none", True
-    with pytest.raises(UserError, match="qkv bias"):
-        targets.check(cfg, "ouro")
-    cfg.model.qkv_bias, cfg.model.rotary_scaling = False, {"rope_type": "linear", "factor": 2.0}
-    with pytest.raises(UserError, match="no rotary scaling"):
-        targets.check(cfg, "ouro")
-    with pytest.raises(UserError, match="holds models of method huginn, and this one is ouro"):
-        export(tmp_path / "run", tmp_path / "out", target="huginn_raven")
+    cfg.model.embedding_scale, cfg.model.qkv_bias, cfg.model.rotary_scaling = 1.0, True, {"rope_type": "linear"}
+    told = [
+        "ponder.method is ouro, the target needs huginn", "model.norm_placement is pre, the target needs stream",
+        "model.qkv_bias is true, the target needs qk", "model.rotary_pairs is halves, the target needs adjacent",
+        "model.rotary_scaling is {'rope_type': 'linear'}, the target needs {}",
+        "model.num_kv_heads is 2, the target needs 4",
+        "model.embedding_scale is 1, the target needs sqrt_h (5.65685)",
+    ]  # fmt: skip
+    with pytest.raises(UserError) as refused:  # all at once
+        targets.check(cfg, "huginn_raven")
+    assert str(refused.value) == f"--target huginn_raven: {'; '.join(told)}; leave --target out."
+    for part in ("norm_placement", "rotary_scaling", "qkv_bias"):
+        setattr(cfg.model, part, {"norm_placement": "sandwich", "rotary_scaling": {}, "qkv_bias": False}[part])
+    targets.check(cfg, "ouro")

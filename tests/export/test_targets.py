@@ -109,7 +109,7 @@ REFUSED = [
     ("llama", "ponderlm2", {}, "unrolled", "one after the other"),
     ("llama", "adaptive_cot", {}, "unrolled", "earlier steps"),
     ("llama", "adaponderlm", {}, "unrolled", "tokens stop at different passes"),
-    ("pythia", "loop", {}, "nanbeige", "no such format has .* in a llama block"),
+    ("pythia", "loop", {}, "nanbeige", "model.norm is layernorm, the target needs rmsnorm; .*model.qkv_bias is true"),
     ("pythia", "loop", {"rotary_pairs": "adjacent"}, "unrolled", "rotary pairs adjacent in a pythia block"),
     ("gpt2", "loop", {"activation": "swiglu"}, "unrolled", "activation swiglu in a gpt2 block"),
     ("llama", "loop", {}, "gguf", "target = 'gguf': it must be unrolled, vllm, ouro, nanbeige, huginn_raven, or"),

@@ -220,6 +220,8 @@ def test_cores_stop_and_keep_less(tmp_path: Path, capsys: pytest.CaptureFixture[
     capsys.readouterr()
     assert main(["generate", run, "The quick", *flags]) == 0
     assert capsys.readouterr().out.splitlines()[-1].endswith("(mean 2.00)")
+    assert main(["generate", run, "The quick", "--exit-below", "-1"]) == 2
+    assert "exit_below = -1.0: it must be at least 0; use 0." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -233,6 +235,11 @@ def test_cores_stop_and_keep_less(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--batch", "ok.txt", "--rows", "0"], "rows = 0: it must be at least 1; use 32"),
         (["x", "--passes", "9"], "passes = 9: it must be 1 to 4, the passes that the model was trained with"),
         (["x", "--kv-budget", "1"], "kv_budget = 1: method adaponderlm has no such option"),
+        (
+            ["x", "--threshold", "nan"],
+            "threshold = nan: it must lie between 0 and 1, and a finite number; leave it out.",
+        ),
+        (["x", "--threshold", "1.5"], "threshold = 1.5: it must lie between 0 and 1; use 1."),
         (["x", "--exit-by", "cosine"], "exit_by = 'cosine': this model's method does not take it; leave it out"),
         (["x", "--speculate", "2", "--temperature", "1"], "speculation writes greedy text"),
         (["x", "--speculate", "-1"], "drafted = -1: it must be at least 1; use 4"),

@@ -89,6 +89,26 @@ def test_ranks_that_share_sequences_are_told() -> None:
     assert "512 tokens of each sequence; attention reads the others' keys" in text
 
 
+def test_parts_of_the_stack_and_how_often_they_run() -> None:
+    """Of a core that draws its depth, of loops that repeat the middle, and of a whole stack."""
+    tiny = {"family": "llama", "num_layers": 6, "hidden_size": 64, "num_heads": 4, "vocab_size": 128}
+
+    def told(method: str, options: dict[str, Any], **model: Any) -> str:
+        given = {"model": tiny | model, "ponder": {"method": method, "options": options}, "train": {"steps": 40}}
+        return text_of(resolve(from_mapping(given)), 1)
+
+    text = told("huginn", {"prelude": 1, "coda": 2, "recurrence": 4, "draw": "uniform", "grow_steps": 40})
+    for words in ("prelude: layer 0, once", "core: layers 1 to 3, 4 times (in training ", " in the mean, 7 at most)"):
+        assert words in text, words
+    assert "coda: layers 4 to 5, once" in text and "together 15 executions of 6 layers" in text
+    text = told("nanbeige", {"loops": 2, "middle": 2})  # a loop runs the layers of the middle (6 + 2) / 2 times
+    for words in ("prelude: layers 0 to 1, 2 times", "core: layers 2 to 3, 8 times", "together 24 executions of 6 lay"):
+        assert words in text, words
+    assert "core: layers 2 to 3, 2 times (in training 5)" in told("parcae", {"recurrence": 2, "draw_to": 5})
+    assert "stack: layers 0 to 5, 4 times" in told("loop", {"extra_passes": 3})
+    assert "a token runs" not in told("vanilla", {})
+
+
 def advised(cfg: RunConfig, world: int) -> list[tuple[str, Any]]:
     """Fields and values that are advised; each is planned again and must need what the advice says."""
     plan = plan_of(cfg, world)

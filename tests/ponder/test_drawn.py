@@ -57,7 +57,7 @@ def test_a_curriculum_grows_to_the_full_number() -> None:
 @pytest.mark.parametrize(
     ("options", "field", "words"),
     [
-        ({"draw": "normal"}, "draw", "it must be fixed, uniform, poisson or lognormal; use fixed"),
+        ({"draw": "normal"}, "draw", "it must be fixed, uniform, poisson or lognormal; use lognormal"),
         ({"grow": "cubic"}, "grow", "it must be linear or root; use linear"),
         ({"draw": "uniform", "draw_from": 0}, "draw_from", "at least 1"),
         ({"draw": "uniform", "draw_from": 7, "draw_to": 5}, "draw_to", "at least draw_from = 7; use 7"),
@@ -71,6 +71,47 @@ def test_options_that_do_not_fit(method: str, options: dict[str, object], field:
     with pytest.raises(ConfigError) as refused:
         build_method(method, options, Shape("llama", 2, 32))
     assert refused.value.field == f"ponder.options.{field}" and words in str(refused.value)
+
+
+WITHOUT_SENSE: list[tuple[str, dict[str, object], str]] = [
+    ("loop", {"draw_from": 2}, "draw_from = 2: draw = fixed draws no number; use 1, or draw: uniform"),
+    ("loop", {"grow": "root"}, "grow = 'root': with grow_steps = 0 the number does not grow; use linear, or set"),
+    ("loop", {"draw": "poisson", "draw_to": 2}, "draw_to = 2: it must be at least extra_passes = 3, with which the"),
+    ("ponderlm", {"draw": "poisson", "draw_from": 4}, "draw_from = 4: it must be at most steps = 3, with which the"),
+    ("huginn", {"recurrence": 100, "draw_to": 8}, "draw_to = 8: it must be at least recurrence = 100, with which the"),
+    ("parcae", {"recurrence": 100, "draw_to": 8}, "draw_to = 8: it must be at least recurrence = 100, with which the"),
+    ("huginn", {"recurrence": 4, "kept": 17}, "kept = 17: it must be at most 16, the most recurrences of a step; the"),
+    ("parcae", {"recurrence": 4, "draw_to": 5, "kept": 6}, "kept = 6: it must be at most 5, the most recurrences of"),
+    ("retrofit", {"kv_budget": 5}, "kv_budget = 5: a token runs 4 passes, so it would keep those of all; use 0"),
+    ("ouro", {"kv_budget": 5}, "kv_budget = 5: a token runs 4 passes, so it would keep those of all; use 0"),
+    ("huginn", {"kv_rule": "anchor"}, "kv_rule = 'anchor': all keys and values are kept while kv_budget is 0; give"),
+    (
+        "huginn",
+        {"exit_by": "entropy"},
+        "exit_by = 'entropy': nothing stops while exit_below is 0; give exit_below, too",
+    ),
+    ("parcae", {"exit_by": "likeliest", "exit_below": 0.5}, "exit_below = 0.5: with exit_by = likeliest it counts"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "words"), WITHOUT_SENSE)
+def test_options_without_sense_together(name: str, options: dict[str, object], words: str) -> None:
+    """A run with them is not started; the checkpoints of one that was can be read."""
+    method = build_method(name, options, Shape("llama", 10, 32))
+    with pytest.raises(ConfigError) as refused:
+        method.check_run()
+    assert str(refused.value).startswith(f"ponder.options.{words}")
+
+
+@pytest.mark.parametrize(
+    "name", ["loop", "ponderlm", "huginn", "parcae", "retrofit", "ouro", "nanbeige", "adaponderlm"]
+)
+def test_defaults_are_a_run(name: str) -> None:
+    method = build_method(name, {}, Shape("llama", 10, 32))
+    method.check_run()
+    build_method(name, vars(method.options), Shape("llama", 10, 32)).check_run()  # as an export states them
+    if hasattr(method.options, "kept"):  # its default is no mistake
+        build_method(name, {"recurrence": 1, "draw_to": 1}, Shape("llama", 10, 32)).check_run()
 
 
 def test_plans_follow_the_numbers_and_evaluation_does_not() -> None:

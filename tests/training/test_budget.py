@@ -47,6 +47,9 @@ def test_a_run_that_ends_before_the_ramp_is_told() -> None:
     assert "ramp_end is 100, but the run ends at step 99" in (ends_before_the_ramp(method, 99) or "")
     assert ends_before_the_ramp(method, 100) is None
     assert ends_before_the_ramp(build_method("vanilla", {}, SHAPE), 1) is None
+    grows = build_method("loop", {"grow_steps": 100}, SHAPE)
+    assert "grow_steps is 100, but the run ends at step 99" in (ends_before_the_ramp(grows, 99) or "")
+    assert ends_before_the_ramp(grows, 100) is None
 
 
 def test_one_open_gate_is_no_collapse() -> None:

@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaponder.decoding.backbone import wide
-from megaponder.decoding.budget import RULES, entry_of
+from megaponder.decoding.budget import RULES, budget_mistake, entry_of
 from megaponder.decoding.method import DecodingMethod
 from megaponder.decoding.noise import token_noise
 from megaponder.decoding.passes import Run
+from megaponder.decoding.ranges import RANGES, check, refuse
 
-from .exits import EXITS
+from .exits import EXITS, exit_mistake
 
 LIKELY = 0.1
 """`min_p` tells tokens apart that are at least this likely, compared with the likeliest."""
@@ -80,25 +81,19 @@ class Recurrent(DecodingMethod):
     as_trained = {"exit_below": 0.0, "kv_budget": 0}
 
     def using(self, given: dict[str, Any]) -> Recurrent:
-        made, passes, below = copy.copy(self), given.get("passes"), given.get("exit_below")
-        if passes is not None:
-            if passes < 1:
-                raise ValueError(f"passes = {passes}: it must be at least 1")
-            made.options = {**made.options, "recurrence": int(passes)}
-        if (by := given.get("exit_by")) is not None:
-            if by not in EXITS:
-                raise ValueError(f"exit_by = {by!r}: it must be one of {', '.join(EXITS)}")
-            made.options = {**made.options, "exit_by": by}
-        if below is not None:
-            made.options = {**made.options, "exit_below": float(below)}
-        if (budget := given.get("kv_budget")) is not None:
-            if budget < 0:
-                raise ValueError(f"kv_budget = {budget}: it must be at least 0")
-            made.options = {**made.options, "kv_budget": int(budget)}
-        if (rule := given.get("kv_rule")) is not None:
-            if rule not in RULES:
-                raise ValueError(f"kv_rule = {rule!r}: it must be one of {', '.join(RULES)}")
-            made.options = {**made.options, "kv_rule": rule}
+        made, told = copy.copy(self), {name: value for name, value in given.items() if value is not None}
+        for name in RANGES.keys() & told.keys():
+            check(name, told[name])
+        for name, legal in (("exit_by", [*EXITS]), ("kv_rule", [*RULES])):
+            if (value := told.get(name, legal[0])) not in legal:
+                raise ValueError(f"{name} = {value!r}: it must be one of {', '.join(legal)}; use {legal[0]}")
+        if "passes" in told:
+            told["recurrence"] = int(told.pop("passes"))
+        made.options = o = {**self.options, **told}
+        if told.keys() & {"exit_by", "exit_below"}:
+            refuse(exit_mistake(o["exit_by"], o["exit_below"], "exit_by" in told))
+        if told.keys() & {"kv_budget", "kv_rule"}:
+            refuse(budget_mistake(o["kv_budget"], o["recurrence"], told.get("kv_rule", RULES[0])))
         return made
 
     def entry_modules(self) -> dict[str, nn.Module]:

@@ -22,13 +22,19 @@ import torch
 from torch import Tensor, nn
 
 from megaponder.config.declare import declare
-from megaponder.decoding.budget import RULES
+from megaponder.decoding.budget import RULES, budget_mistake
 from megaponder.errors import ConfigError
 from megaponder.ponder.base import EntryTools, ExitTools, Flow, Method, Pass, Shape, pass_count, register
 from megaponder.ponder.drawn import DrawnOptions
-from megaponder.ponder.halting import at_least
+from megaponder.ponder.halting import as_decoded, at_least, one_of, refuse
 
-from .exits import EXITS
+from .exits import EXITS, exit_mistake
+
+
+def layer_count(default: int) -> int:
+    """An option that counts layers of the prelude or the coda.  A run that goes on keeps it, since it says what each
+    layer has learned to do; loaded weights may be split anew, with a warning."""
+    return declare(default, ge=0, le=1000, resume="refused", load="warned")
 
 
 @dataclass
@@ -51,12 +57,14 @@ class ReadingOptions:
 
     def check_reading(self) -> None:
         """ConfigError for values that do not exist."""
-        for name, legal in (("exit_by", EXITS), ("kv_rule", RULES)):
-            if (value := getattr(self, name)) not in legal:
-                rule = f"it must be one of {', '.join(legal)}"
-                raise ConfigError(f"ponder.options.{name}", value, rule, f"use {legal[0]}")
-        for name in ("exit_below", "kv_budget"):
-            at_least(self, name, 0)
+        one_of(self, "exit_by", EXITS)
+        one_of(self, "kv_rule", RULES)
+        as_decoded(self, "exit_below", "kv_budget")
+
+    def check_read(self, passes: int) -> None:
+        """The same for options without effect where a token runs so many passes (`Method.check_run`)."""
+        refuse(exit_mistake(self.exit_by, self.exit_below, self.exit_by != ReadingOptions.exit_by))
+        refuse(budget_mistake(self.kv_budget, passes, self.kv_rule))
 
 
 @dataclass
@@ -66,9 +74,9 @@ class RecurrentOptions(ReadingOptions, DrawnOptions):
     draw: str = "lognormal"
     """How training finds the number of recurrences of a step: fixed, uniform (from draw_from to draw_to), poisson, or
     lognormal (Huginn's: one more than Poisson around a log-normal mean)."""
-    prelude: int = declare(2, ge=0, le=1000)
+    prelude: int = layer_count(2)
     """First layers, which run once."""
-    coda: int = declare(2, ge=0, le=1000)
+    coda: int = layer_count(2)
     """Last layers, which run once; the layers between are the core."""
     recurrence: int = pass_count(32)
     """Recurrences of the core in evaluation, and around which training draws."""
@@ -82,6 +90,13 @@ class RecurrentOptions(ReadingOptions, DrawnOptions):
             at_least(self, name, 1)
         self.check_reading()
         self.check_draw(self.recurrence)
+
+
+def check_kept(options: Any, most: int) -> None:
+    """ConfigError for a `kept` above the most recurrences of a step, unless it is the default."""
+    if options.kept > most and options.kept != type(options).kept:
+        rule = f"it must be at most {most}, the most recurrences of a step"
+        raise ConfigError("ponder.options.kept", options.kept, rule, f"the nearest is {most}")
 
 
 class Recurrent(Method):
@@ -98,6 +113,12 @@ class Recurrent(Method):
                 f"with coda = {o.coda} it leaves none of the {layers} layers for the core",
                 f"use at most {layers - 1} together",
             )
+
+    def check_run(self) -> None:
+        o = self.options
+        o.check_drawn("recurrence")
+        o.check_read(o.recurrence)
+        check_kept(o, o.most(o.recurrence))
 
     def passes(self, seed: int, step: int | None) -> tuple[Pass, ...]:
         return self._plan(self.options.number(self.options.recurrence, seed, step))

@@ -51,6 +51,9 @@ class Loop(Method):
                 )
             self.check_draw(self.extra_passes)
 
+    def check_run(self) -> None:
+        self.options.check_drawn("extra_passes")
+
     def passes(self, seed: int, step: int | None) -> tuple[Pass, ...]:
         return repeated(self.options.number(self.options.extra_passes, seed, step))
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from megaponder.config.declare import declare
 from megaponder.errors import ConfigError
 from megaponder.ponder.base import (
+    MOST_PASSES,
     CoreAttention,
     EntryTools,
     ExitTools,
@@ -48,13 +49,13 @@ class Nanbeige(Method):
     class Options:
         loops: int = pass_count(2)
         """T: loops of the stack."""
-        norm_between: bool = True
+        norm_between: bool = declare(True, resume="refused", load="warned")
         """The final norm closes every loop, not only the last."""
         loss_weights: list[float] = declare([])
         """Weights of the losses of loops 1 .. T - 1, together at most 1; the last loop has the rest."""
-        middle: int = pass_count(0)
+        middle: int = declare(0, le=MOST_PASSES, resume="refused", load="warned")
         """M: layers in the middle that a loop repeats; 0: the loop is the plain stack."""
-        share_kv: bool = False
+        share_kv: bool = declare(False, resume="refused", load="warned")
         """With `middle`: repetitions in a loop use the keys and values of the layer's first execution."""
 
         def __post_init__(self) -> None:

@@ -25,9 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megaponder.decoding.budget import budget_mistake
 from megaponder.errors import ConfigError
 from megaponder.ponder.base import EntryTools, ExitTools, Flow, Method, Pass, Readout, pass_count, register
-from megaponder.ponder.halting import at_least, fraction, linear32
+from megaponder.ponder.halting import as_decoded, at_least, linear32, refuse
 
 
 @register
@@ -65,8 +66,7 @@ class Ouro(Method):
         def __post_init__(self) -> None:
             at_least(self, "loops", 1)
             at_least(self, "entropy_weight", 0)
-            at_least(self, "kv_budget", 0)
-            fraction(self, "threshold")
+            as_decoded(self, "threshold", "kv_budget")
             if self.stage not in (1, 2):
                 raise ConfigError("ponder.options.stage", self.stage, "it must be 1 or 2", "use 1")
             if self.judges not in ("same", "next"):
@@ -74,6 +74,9 @@ class Ouro(Method):
             if self.stage == 2 and self.loops == 1:
                 rule = "stage 2 compares each loop with the one before"
                 raise ConfigError("ponder.options.loops", self.loops, rule, "use at least 2, or stage 1")
+
+    def check_run(self) -> None:
+        refuse(budget_mistake(self.options.kv_budget, self.options.loops))
 
     def passes(self, seed: int, step: int | None) -> tuple[Pass, ...]:
         last = self.options.loops - 1

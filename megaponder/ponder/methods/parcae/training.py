@@ -28,10 +28,10 @@ import torch
 from torch import Tensor, nn
 
 from megaponder.config.declare import declare
-from megaponder.errors import ConfigError
 from megaponder.ponder.base import CoreAttention, EntryTools, ExitTools, Pass, pass_count, register
+from megaponder.ponder.drawn import reaches
 from megaponder.ponder.halting import at_least
-from megaponder.ponder.methods.huginn.training import ReadingOptions, Recurrent, sigma
+from megaponder.ponder.methods.huginn.training import ReadingOptions, Recurrent, check_kept, layer_count, sigma
 
 from .injection import GATED, Injection, Values, has_values
 
@@ -45,9 +45,9 @@ class Parcae(Recurrent):
 
     @dataclass
     class Options(ReadingOptions):
-        prelude: int = declare(2, ge=0, le=1000)
+        prelude: int = layer_count(2)
         """First layers, which run once."""
-        coda: int = declare(2, ge=0, le=1000)
+        coda: int = layer_count(2)
         """Last layers, which run once; the layers between are the core."""
         recurrence: int = pass_count(8)
         """Recurrences of the core in evaluation, and the mean of what a sequence draws in training."""
@@ -58,16 +58,19 @@ class Parcae(Recurrent):
         """Last recurrences that have gradients."""
         noise_seed: int = 0
         """Of the first state and of the depths."""
-        value_embeddings: bool = False
+        value_embeddings: bool = declare(False, resume="refused", load="free")
         """Every other layer, the last included, adds to its values a row of a table of its own for each token."""
 
         def __post_init__(self) -> None:
             for name, least in (("recurrence", 1), ("kept", 1), ("draw_to", 0)):
                 at_least(self, name, least)
             self.check_reading()
-            if 0 < self.draw_to < self.recurrence:
-                rule = f"it must be at least recurrence = {self.recurrence}, the mean of what is drawn, or 0"
-                raise ConfigError("ponder.options.draw_to", self.draw_to, rule, f"use {2 * self.recurrence}")
+
+    def check_run(self) -> None:
+        o = self.options
+        reaches(o.draw_to, "recurrence", o.recurrence)
+        o.check_read(o.recurrence)
+        check_kept(o, self.longest_run())
 
     def passes(self, seed: int, step: int | None) -> tuple[Pass, ...]:
         return self._plan(self.options.recurrence if step is None else self.longest_run())

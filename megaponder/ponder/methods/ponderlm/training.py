@@ -26,6 +26,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megaponder.config.declare import declare
 from megaponder.decoding.feedback import FeedbackGate
 from megaponder.errors import ConfigError
 from megaponder.ponder.base import (
@@ -58,13 +59,13 @@ class PonderLM(Method):
         """S: pondering steps, in evaluation and, where none are drawn, in training; the model runs S + 1 passes."""
         topk: int = token_count(0)
         """Tokens in the mixture; 0 means the whole vocabulary."""
-        multiply_by_steps: bool = False
+        multiply_by_steps: bool = declare(False, resume="refused", load="warned")
         """Multiply the token embedding by S, also where another number is drawn (true in the official 410M, 1B and 1.4B
         scripts)."""
-        feedback: str = "mixture"
+        feedback: str = declare("mixture", resume="refused", load="warned")
         """What a pass adds to the input of the next: mixture (the expected embedding), hidden (the final-normed state),
         or projected (a linear map of that state)."""
-        accumulate: bool = True
+        accumulate: bool = declare(True, resume="refused", load="warned")
         """Add up the mixtures of all steps; false: the token embedding plus the newest one."""
         gentle_start: bool = False
         """Multiply what is fed back by a learned number that starts at 0: a trained vanilla model keeps its loss."""
@@ -93,6 +94,10 @@ class PonderLM(Method):
         self.mixes_vocabulary = self.feedback == "mixture"
         self.gentle = getattr(options, "gentle_start", False)
         """There is a feedback gate; not all methods that build on this one have the option."""
+
+    def check_run(self) -> None:
+        if isinstance(self.options, DrawnOptions):  # methods with halting tokens draw nothing
+            self.options.check_drawn("steps")
 
     def passes(self, seed: int, step: int | None) -> tuple[Pass, ...]:
         return repeated(self.options.number(self.options.steps, seed, step))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from megaponder.ponder.base import pass_count, register
-from megaponder.ponder.methods.huginn.training import Recurrent, RecurrentOptions, sigma
+from megaponder.ponder.methods.huginn.training import Recurrent, RecurrentOptions, layer_count, sigma
 
 
 @register
@@ -28,9 +28,9 @@ class Retrofit(Recurrent):
 
     @dataclass
     class Options(RecurrentOptions):
-        prelude: int = 4
+        prelude: int = layer_count(4)
         """First layers, which run once."""
-        coda: int = 4
+        coda: int = layer_count(4)
         """Last layers, which run once; the layers between are the core."""
         recurrence: int = pass_count(4)
         """Recurrences of the core in evaluation, and around which training draws."""
