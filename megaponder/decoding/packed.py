@@ -79,14 +79,20 @@ def packed(
     shape = (len(there), most)
     keys, key_token = store.keys_of(index, there, last)
     place, row_token = None, token.view(-1, 1)
-    if shape[0] * shape[1] != len(seq):
-        line = torch.arange(shape[0], device=seq.device).repeat_interleave(rows)
-        begin = rows.cumsum(0) - rows
+    exists, begin = keys >= 0, rows.cumsum(0) - rows
+    line = torch.arange(shape[0], device=seq.device).repeat_interleave(rows)
+    own = not store.merge and most > 1 and 2 * len(seq) >= keys.numel()
+    if own and bool((exists | (key_token > token[begin + rows - 1][:, None])).all()):
+        # Most tokens have a row.  Where each stands at its token's place, attention is plainly causal: it computes half
+        # of the square, and needs no mask.
+        shape, row_token = (shape[0], last + 1), key_token
+        place = None if len(seq) == keys.numel() else line * (last + 1) + token
+        exists = torch.ones_like(exists)  # what is missing comes after all rows of its sequence
+    elif shape[0] * shape[1] != len(seq):
         place = line * shape[1] + torch.arange(len(seq), device=seq.device) - begin[line]
         filled = token[begin].repeat_interleave(shape[1])  # rows that do not exist read what the first one reads
         row_token = filled.index_copy(0, place, token)
     row_token = row_token.view(shape)
-    exists = keys >= 0
     mask: Tensor | None = None
     causal = shape[1] == keys.shape[1] and bool((row_token == key_token).all() if shape[1] > 1 else True)
     if not (causal or shape[1] == 1) or not bool(exists.all()):
