@@ -33,7 +33,6 @@ from megaponder.checkpoint.writers import Results
 from megaponder.config import yaml_file
 from megaponder.config.load import to_mapping
 from megaponder.config.schema import RunConfig
-from megaponder.engine.megatron_versions import save_strategy
 from megaponder.errors import UserError
 from megaponder.ranks import gather, largest
 
@@ -81,7 +80,7 @@ class Saver:
         self.root, self.cfg, self.stage, self.optimizer = root, cfg, stage, optimizer
         self.options, self._data, self._published = cfg.checkpoint, data, published
         self._calls = AsyncCallsQueue(persistent=False)  # a persistent writer requires CUDA in its own process
-        self._strategy = save_strategy()
+        self._strategy = writers.strategy(stage)
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         if group.size() > 1:  # replicas share the writing instead of leaving it to the first one
             self._strategy = FullyParallelSaveStrategyWrapper(self._strategy, group, do_cache_distribution=True)

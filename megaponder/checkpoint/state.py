@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -126,6 +127,9 @@ def load_saved_config(folder: Path) -> RunConfig:
 
 def _build(cls: type, values: dict[str, Any]) -> Any:
     known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
-    return pydantic.TypeAdapter(cls).validate_json(
-        json.dumps(known), strict=True
-    )  # strict Python mode would require instances
+    return _adapter(cls).validate_json(json.dumps(known), strict=True)  # strict Python mode would require instances
+
+
+@lru_cache
+def _adapter(cls: type) -> pydantic.TypeAdapter[Any]:
+    return pydantic.TypeAdapter(cls)

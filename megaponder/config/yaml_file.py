@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import DuplicateKeyError
@@ -18,10 +19,23 @@ from megaponder import files
 from megaponder.config.fields import nearest
 from megaponder.errors import ConfigError
 
+T = TypeVar("T")
 LARGEST = 1 << 21
 """Bytes of a YAML file: reading this many takes about ten seconds; the longest legal blend needs less."""
 MOST_VALUES = 200_000
 """Values of a YAML text with its aliases expanded."""
+
+
+_parsed: dict[str, Any] = {}
+"""The value of the last text: a start reads the configuration of a checkpoint twice, which takes 50 ms each."""
+_written: dict[str, str] = {}
+"""The text of the last value, by its representation: one for the run's folder and one for its checkpoints."""
+
+
+def _remember(last: dict[str, T], key: str, value: T) -> T:
+    last.clear()
+    last[key] = value
+    return value
 
 
 def parse(text: str, name: str) -> Any:
@@ -29,10 +43,12 @@ def parse(text: str, name: str) -> Any:
     if len(text) > LARGEST:
         raise ConfigError(name, text[:20] + "...", f"it has more than {LARGEST:,} characters", "write a shorter one")
     try:
-        _refuse_bomb(text, name)
-        value = YAML(typ="safe", pure=True).load(text)
-        json.dumps(value, default=str, skipkeys=True)
-        return _joined(value)
+        if (known := _parsed.get(text)) is None:
+            _refuse_bomb(text, name)
+            value = YAML(typ="safe", pure=True).load(text)
+            json.dumps(value, default=str, skipkeys=True)
+            known = _remember(_parsed, text, _joined(value))
+        return copy.deepcopy(known)
     except YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
@@ -148,6 +164,8 @@ _Representer.add_representer(list, _Representer.row)
 
 def to_text(value: Any) -> str:
     """YAML of plain data."""
+    if (known := _written.get(repr(value))) is not None:
+        return known
     yaml = YAML(typ="safe", pure=True)
     yaml.Representer = _Representer
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]  # keys in the schema's order
@@ -155,7 +173,7 @@ def to_text(value: Any) -> str:
     yaml.width = 110
     out = io.StringIO()
     yaml.dump(value, out)
-    return out.getvalue()
+    return _remember(_written, repr(value), out.getvalue())
 
 
 def write(value: Any, path: str | os.PathLike[str]) -> None:

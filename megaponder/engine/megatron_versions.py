@@ -29,8 +29,9 @@ def without_triton() -> None:
         sys.modules[_NEED_TRITON] = empty
 
 
-def save_strategy() -> Any:
-    """The strategy that saves in PyTorch's distributed format; the files have one form whatever the version.
+def save_strategy(writers: int) -> Any:
+    """The strategy that saves in PyTorch's distributed format, so many files a rank, each written by a process of its
+    own; the files have one form whatever the version.
 
     0.19 stores what is no tensor (nothing of ours) as a pickled object among the tensors.  Here it goes into
     `common.pt`, as in 0.16: that version reads no other place, and indexes with objects are refused.
@@ -40,6 +41,7 @@ def save_strategy() -> Any:
     from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 
     strategy = get_default_save_sharded_strategy()
+    strategy.thread_count = writers
     save = strategy.async_save
     if "async_strategy" not in inspect.signature(save).parameters:
         return strategy

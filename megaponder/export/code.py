@@ -12,11 +12,11 @@ import importlib
 import itertools
 import re
 import sys
-from collections.abc import Iterator
+from functools import lru_cache
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from megaponder import files
@@ -82,12 +82,26 @@ def read(folder: Path, reference: object, method: str, trusted: bool) -> tuple[s
     return match[0], found
 
 
-def _neighbours(content: bytes) -> Iterator[str]:
+@lru_cache(maxsize=64)
+def _neighbours(content: bytes) -> tuple[str, ...]:
     """Files of the same folder that a file imports: `from .name import ...` and `from . import name`."""
+    found: list[str] = []
     for node in ast.walk(ast.parse(content)):
         if isinstance(node, ast.ImportFrom) and node.level == 1:
-            names = [node.module] if node.module else [alias.name for alias in node.names]
-            yield from (f"{name}.py" for name in names)
+            found += [node.module] if node.module else [alias.name for alias in node.names]
+    return tuple(f"{name}.py" for name in found)
+
+
+@lru_cache(maxsize=64)
+def _compiled(content: bytes) -> CodeType:
+    """The code of a file's bytes: an export is loaded several times, and each time would take half a second."""
+    return compile(content, "", "exec")
+
+
+def _of_file(code: CodeType, path: str) -> CodeType:
+    """The same code with the path of its file, for tracebacks."""
+    inner = tuple(_of_file(c, path) if isinstance(c, CodeType) else c for c in code.co_consts)
+    return code.replace(co_filename=path, co_consts=inner)
 
 
 def load(folder: Path, reference: str, sources: dict[str, bytes]) -> Any:
@@ -117,4 +131,4 @@ class _Sources(MetaPathFinder, Loader):
         """Run the bytes of the module's source."""
         if module.__name__ != self._package:
             name = f"{module.__name__.rpartition('.')[2]}.py"
-            exec(compile(self._sources[name], str(self._folder / name), "exec"), module.__dict__)
+            exec(_of_file(_compiled(self._sources[name]), str(self._folder / name)), module.__dict__)

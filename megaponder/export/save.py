@@ -15,7 +15,6 @@ from megaponder.errors import UserError
 cuda_on_cpu.install()  # megatron-core's first import takes twice as long otherwise
 
 from megaponder.checkpoint.model_state import layout, sharded_state  # noqa: E402
-from megaponder.engine.megatron_versions import save_strategy  # noqa: E402
 from megaponder.engine.model import PonderStage  # noqa: E402
 
 
@@ -43,7 +42,7 @@ def save_weights(root: Path, cfg: RunConfig, stage: PonderStage, force: bool = F
         folder.sweep(root)
         path = folder.create(root, 0)
         with writers.one_sentence(path, lambda why: UserError(f"{target} cannot be written: {why}.")):
-            request, _ = writers.request({"model": sharded_state(stage)}, path, save_strategy())
+            request, _ = writers.request({"model": sharded_state(stage)}, path, writers.strategy(stage))
             request.execute_sync()
             dump(cfg, path / CONFIG)
             save_state(path, TrainState(), Contents(masters=False, layout=layout(), optimizer=False))

@@ -48,6 +48,7 @@ def empty_batches(root: str, data: str) -> dict[str, Any]:
         _watch_memory({3, 4, 5}, found)
         _empty("data.train", lambda i: 8 <= i < 12 or i == 16)
         job = {"run": f"{root}/{name}", "data": data, "train__steps": 5, "train__eval_batches": 0} | changes
+        job["train__micro_batch"] = 1  # so that one of them has no target
         results[name] = _train(job), _changes(found[3], found[4]), _changes(found[4], found[5])
     return results
 

@@ -233,7 +233,7 @@ def two_processes(root: str, data: str) -> dict[str, Any]:
     results["slow"] = _train({"run": f"{root}/slow", "data": data, "train__steps": 3, "train__eval_batches": 0})
     _replace(setup, "patience", lambda cfg: (6.0, 1000.0))
     if last:
-        _stall(9, 16)
+        _stall(10, 16)
     results["stalled"] = _train({"run": f"{root}/stalled", "data": data, "train__steps": 3, "train__eval_batches": 0})
     return results
 
