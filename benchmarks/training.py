@@ -52,6 +52,7 @@ def config(row: Row, micro_batches: int, world: int | None = None) -> RunConfig:
     cfg.data.sequence_length = row.length
     p = cfg.parallel
     p.tensor, p.pipeline, p.context, p.sequence = row.tensor, row.pipeline, row.context, row.tensor > 1
+    p.experts = row.experts
     p.distributed_optimizer, p.recompute = True, "layer" if row.recompute else "none"
     dp = world // p.replica
     cfg.train.steps, cfg.train.micro_batch = 100, row.batch

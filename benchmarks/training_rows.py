@@ -28,6 +28,8 @@ class Row:
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
+    experts: int = 1
+    """Ranks that share the experts of a mixture."""
     micro_batches: int | None = None
     features: dict[str, Any] = field(default_factory=dict)
     """Of the model."""
@@ -123,6 +125,28 @@ def _freqkv() -> list[Row]:
     return rows
 
 
+MIXTURE: dict[str, Any] = {"experts": 32, "top_k": 8, "renormalise": False}
+"""Experts of width 1024, of which a row meets as much as of a dense MLP of 8192: a billion parameters besides the
+vocabulary."""
+DENSE: dict[str, Any] = {"num_layers": 16, "num_heads": 16, "ffn_size": 8192}
+SPARSE: dict[str, Any] = DENSE | {"ffn_size": 1024, "moe": MIXTURE}
+
+
+def _moe(experts: int = 1) -> list[Row]:
+    share = f", EP={experts}" if experts > 1 else ""
+    return [
+        Row(
+            f"{name}, {told}", "llama-1.4b", *method, batch=4, graphs=graphs, micro_batches=4, features=features, **more
+        )
+        for told, method in (("one pass", ("vanilla", {})), ("four passes", LOOP))
+        for name, graphs, features, more in (
+            ("dense, captured", True, DENSE, {}),
+            ("dense, eager", False, DENSE, {}),
+            (f"8 of 32 experts{share}", False, SPARSE, {"experts": experts}),
+        )
+    ]
+
+
 def _long() -> list[Row]:
     layouts: tuple[tuple[str, dict[str, Any]], ...] = (("CP=2", {"context": 2}), ("TP=2 + SP", {"tensor": 2}))
     return [
@@ -164,6 +188,8 @@ TABLES: dict[str, list[Row]] = {
         Row("TP=2 + SP, batch 8", "llama-1.4b", *LOOP, batch=8, micro_batches=2, tensor=2),
         Row("TP=2 + SP, batch 16", "llama-1.4b", *LOOP, batch=16, micro_batches=1, tensor=2),
     ],
+    "moe": _moe(),
+    "moe-two-gpus": _moe(2)[2::3],
     "long": _long(),
 }
 """`one-gpu` is what the ratios of `two-gpus` refer to: run both in one call."""

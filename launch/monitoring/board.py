@@ -77,6 +77,10 @@ ROWS: dict[str, tuple[Chart, ...]] = {
         }),
         Chart("Training time", "s", {"": of_run("training_seconds_total")}),
         Chart("Sequences in a step", "none", {"": of_run("global_batch")}),
+        Chart("Experts of a mixture (even: 1)", "none", {
+            "tokens of the fullest": of_run("moe_load_max_ratio"), "of the emptiest": of_run("moe_load_min_ratio"),
+            "balance loss": of_run("moe_balance"), "entropy of scores": of_run("moe_entropy_ratio"),
+        }),
         Chart("Largest absolute values in FP8 layers", "none", {"{{tensor}}": of_run("fp8_amax", "tensor")}),
     ),
     "Is it pondering?": (

@@ -6,10 +6,12 @@ import copy
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 
 from megaponder.config.schema import ParallelConfig, PrecisionConfig, RunConfig
 from megaponder.config.stages import stage_sizes
+from megaponder.decoding import moe_options
 
 
 def dtype_of(precision: PrecisionConfig) -> torch.dtype:
@@ -39,6 +41,8 @@ def why_no_graphs(cfg: RunConfig) -> str:
         return "overlapped communication is started by hooks, which captured passes do not run"
     if cfg.parallel.context > 1:
         return "ranks of parallel.context exchange keys and values inside of a pass"
+    if cfg.model.moe:
+        return "with model.moe the number of rows of an expert is known only when it is routed"
     return ""
 
 
@@ -129,4 +133,30 @@ def transformer_config(cfg: RunConfig) -> TransformerConfig:
         apply_rope_fusion=False,
         deterministic_mode=cfg.train.deterministic,
     )
+    if (experts := moe_options.read(m.moe)) is not None:
+        options |= _moe_options(cfg, experts)
     return TransformerConfig(**options)
+
+
+def _moe_options(cfg: RunConfig, experts: moe_options.Experts) -> dict[str, Any]:
+    split, te = cfg.parallel.expert_ranks, use_te(cfg.precision)
+    # gloo gathers equal parts only
+    dispatcher = "alltoall" if torch.cuda.is_available() or split == 1 else "allgather"
+    return dict(
+        num_moe_experts=experts.experts,
+        moe_ffn_hidden_size=cfg.model.ffn_size,
+        moe_shared_expert_intermediate_size=experts.shared_ffn or None,
+        moe_router_topk=experts.top_k,
+        moe_router_pre_softmax=not experts.renormalise,
+        moe_router_score_function=experts.score,
+        moe_router_load_balancing_type="none",  # see backbone.moe
+        moe_router_dtype="fp32",
+        moe_grouped_gemm=te,
+        moe_permute_fusion=te,
+        moe_token_dispatcher_type=dispatcher,
+        expert_model_parallel_size=cfg.parallel.experts,
+        expert_tensor_parallel_size=split,
+        add_bias_linear=False,  # of experts and router; attention has its own settings
+        activation_func=F.silu,
+        bias_activation_fusion=te,
+    )

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +30,30 @@ def stream(seed: int, name: str) -> torch.Generator:
 
 def global_names(stage: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters of a pipeline stage under the names they have in a one-process model."""
+    experts = _first_expert(stage)
     layers = stage.decoder.layers  # type: ignore[union-attr]
     offset = layers[0].layer_number - 1 if len(layers) else 0  # type: ignore[index, union-attr, arg-type]
     for name, parameter in stage.named_parameters():
         if name.startswith("decoder.layers."):
             index, rest = name.removeprefix("decoder.layers.").split(".", 1)
             name = f"decoder.layers.{int(index) + offset}.{rest}"
+            if (found := _EXPERT.fullmatch(name)) is not None:
+                place = int(found["local"] or found["grouped"]) + experts
+                name = f"{found['mlp']}.experts.local_experts.{place}.{found['one'] or found['all']}.weight"
         yield name.replace("input_table.weight", "embedding.word_embeddings.weight"), parameter
+
+
+_EXPERT = re.compile(
+    r"(?P<mlp>.*\.mlp)\.experts\."
+    r"(local_experts\.(?P<local>\d+)\.(?P<one>\w+)\.weight|(?P<all>\w+)\.weight(?P<grouped>\d+))"
+)
+"""A matrix of an expert: PyTorch's, or Transformer Engine's, which hold all experts of a rank."""
+
+
+def _first_expert(stage: nn.Module) -> int:
+    """Number of this rank's first expert."""
+    found: Any = next((m.local_expert_indices for m in stage.modules() if hasattr(m, "local_expert_indices")), [0])
+    return int(found[0])
 
 
 def is_norm(name: str) -> bool:
@@ -66,16 +85,18 @@ def whole_shape(name: str, parameter: nn.Parameter, tp: int, gated: bool) -> tup
         return tuple(shape), None
     dim = int(parameter.partition_dim)  # type: ignore[attr-defined]
     shape[dim] *= tp
-    if gated and name.endswith("mlp.linear_fc1.weight"):
+    if gated and name.endswith(".linear_fc1.weight"):
         return (2, shape[0] // 2, *shape[1:]), 1
     return tuple(shape), dim
 
 
 def initialise(
     stage: nn.Module, *, seed: int, kind: str, std: float, output_factor: float, tp_rank: int, tp: int, gated: bool,
-    up_factor: float = 1.0,
+    up_factor: float = 1.0, split: tuple[int, int] = (1, 0),
 ) -> None:  # fmt: skip
     """Set every weight of a stage; the method's own modules come initialised from their constructors.
+
+    `split`: ranks over which each expert is split, and which of them this is.
 
     Factors on `std`: of attention-output and MLP-down matrices, and of SwiGLU's up matrices.  A generator draws one
     number after the other, but parameters are drawn side by side: each has its own.
@@ -90,11 +111,12 @@ def initialise(
             parameter.zero_()
         else:
             scale = output_factor if name.endswith(("linear_proj.weight", "linear_fc2.weight")) else 1.0
-            shape, dim = whole_shape(name, parameter, tp, gated)
+            ranks, rank = split if ".experts." in name else (tp, tp_rank)
+            shape, dim = whole_shape(name, parameter, ranks, gated)
             whole = _draw(shape, kind, std * scale, stream(seed, name))
-            if gated and name.endswith("mlp.linear_fc1.weight"):
+            if gated and name.endswith(".linear_fc1.weight"):
                 whole[1] *= up_factor
-            part = whole if dim is None else whole.chunk(tp, dim=dim)[tp_rank]
+            part = whole if dim is None else whole.chunk(ranks, dim=dim)[rank]
             parameter.copy_(part.reshape(parameter.shape))
 
     named = [(n, p) for n, p in global_names(stage) if not n.startswith(PARAMETER_PREFIX)]

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 
 from megaponder.backbone import depth, fused
 from megaponder.backbone.freqkv import FreqCore
+from megaponder.backbone.moe import Routed, moe_layer
 from megaponder.backbone.norms import AllHeadsNorm, HeadBias
 from megaponder.backbone.parts import Parts
 from megaponder.config.model import ModelConfig
-from megaponder.decoding import depth_sources, freqkv_blocks
+from megaponder.decoding import depth_sources, freqkv_blocks, moe_options
 
 Kept = tuple[Tensor, ...]
 Attend = Callable[[Tensor, Tensor, Tensor, Kept, Callable[..., Tensor]], tuple[Tensor, Kept]]
@@ -44,6 +45,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {
 def layer_spec(model: ModelConfig, parts: Parts) -> ModuleSpec:
     """What megatron-core builds for a layer: the parts that the features require."""
     norm, column, names = IdentityOp, parts.column, {}
+    experts = moe_options.read(model.moe)
     if model.norm_placement != "post":
         if parts.normed_column is not None:
             column = parts.normed_column
@@ -61,7 +63,13 @@ def layer_spec(model: ModelConfig, parts: Parts) -> ModuleSpec:
         k_layernorm=parts.norm if model.qk_norm == "head" else None,
         linear_proj=_with_bias(parts.row, model.output_bias),
     )
-    mlp = MLPSubmodules(linear_fc1=_with_bias(column, model.mlp_bias), linear_fc2=_with_bias(parts.row, model.mlp_bias))
+    dense = MLPSubmodules(
+        linear_fc1=_with_bias(column, model.mlp_bias), linear_fc2=_with_bias(parts.row, model.mlp_bias)
+    )
+    mlp, mlp_norm = ModuleSpec(module=MLP, submodules=dense), norm
+    if experts is not None:  # the router reads what is normed, too
+        mlp, mlp_norm = moe_layer(experts, parts), IdentityOp if model.norm_placement == "post" else parts.norm
+        names.pop("pre_mlp_layernorm.", None)
     return ModuleSpec(
         module=PonderLayer,
         params={"model": model, "branch_norm": None if model.norm_placement == "pre" else parts.norm},
@@ -72,8 +80,8 @@ def layer_spec(model: ModelConfig, parts: Parts) -> ModuleSpec:
                 params={"attn_mask_type": AttnMaskType.causal, "model": model},
                 submodules=attention,
             ),
-            pre_mlp_layernorm=norm,
-            mlp=ModuleSpec(module=MLP, submodules=mlp),
+            pre_mlp_layernorm=mlp_norm,
+            mlp=mlp,
             sharded_state_dict_keys_map=names,
         ),
     )
@@ -193,7 +201,7 @@ class PonderLayer(TransformerLayer):
                 for _ in range(2)
             )
         self.parallel_residual, self._stream = model.parallel_residual, model.norm_placement == "stream"
-        self._activation = ACTIVATIONS[str(model.activation)]
+        self._activation, self._moe = ACTIVATIONS[str(model.activation)], bool(model.moe)
 
     def forward(
         self,
@@ -203,27 +211,35 @@ class PonderLayer(TransformerLayer):
         kept: Kept,
         reads: Reads | None = None,
         sources: Sequence[Tensor] = (),
-    ) -> tuple[Tensor, Kept, Kept]:
+        counted_sb: Tensor | None = None,
+    ) -> tuple[Tensor, Kept, Kept, Routed | None]:
         """Rows in, rows out; with `reads`, all rows serve as keys and only the rows that are read come out.
 
-        Also what the method keeps, and what Depth-Attention gives to later layers (see `PonderAttention.forward`).
+        Also what the method keeps, what Depth-Attention gives to later layers (see `PonderAttention.forward`), and what
+        a mixture's router did, for which `counted_sb` says what share of a token each row is.
         """
         given = (rotary, attend, kept, reads, sources)
+        if counted_sb is not None and reads is not None:
+            counted_sb = read_rows(counted_sb, reads) * (reads[0] / len(reads[1]))
         if not self.parallel_residual:
             attended, bias, kept, made = self.self_attention(self.input_layernorm(x_sbh), *given)
             x_sbh = _add(read_rows(x_sbh, reads), attended, bias, self.post_self_attn_layernorm, self._stream)
-            return _add(x_sbh, *self._mlp(x_sbh), self.post_mlp_layernorm, self._stream), kept, made
+            inner, inner_bias, routed = self._mlp(x_sbh, counted_sb)
+            return _add(x_sbh, inner, inner_bias, self.post_mlp_layernorm, self._stream), kept, made, routed
         x_sbh, for_attention, for_mlp = fused.thrice(x_sbh)
         attended, bias, kept, made = self.self_attention(self.input_layernorm(for_attention), *given)
         x_sbh = read_rows(x_sbh, reads)
-        inner, inner_bias = self._mlp(read_rows(for_mlp, reads))
+        inner, inner_bias, routed = self._mlp(read_rows(for_mlp, reads), counted_sb)
         if bias is None or inner_bias is None or self.post_mlp_layernorm is not None:
             x_sbh = _add(x_sbh, attended, bias, self.post_self_attn_layernorm)
-            return _add(x_sbh, inner, inner_bias, self.post_mlp_layernorm), kept, made
-        return fused.add_biased_twice(x_sbh, attended, bias, inner, inner_bias), kept, made
+            return _add(x_sbh, inner, inner_bias, self.post_mlp_layernorm), kept, made, routed
+        return fused.add_biased_twice(x_sbh, attended, bias, inner, inner_bias), kept, made, routed
 
-    def _mlp(self, x_sbh: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _mlp(self, x_sbh: Tensor, counted_sb: Tensor | None) -> tuple[Tensor, Tensor | None, Routed | None]:
         """megatron-core's MLP with the activation as one kernel; its output bias is left to the residual."""
+        if self._moe:
+            mixed, routed = self.mlp(self.pre_mlp_layernorm(x_sbh), counted_sb)
+            return mixed, None, routed
         inner, bias = self.mlp.linear_fc1(self.pre_mlp_layernorm(x_sbh))
-        out: tuple[Tensor, Tensor | None] = self.mlp.linear_fc2(self._activation(inner, bias))
-        return out
+        out, bias = self.mlp.linear_fc2(self._activation(inner, bias))
+        return out, bias, None

@@ -31,6 +31,8 @@ class Parts:
     norm: Any
     normed_column: Any | None = None
     """A norm and `column` in one; None: they are separate."""
+    grouped: tuple[Any, Any] | None = None
+    """`column` and `row` of all experts of a rank at once; None: one expert after the other."""
 
 
 def _packed(edges: Tensor, rows: int) -> PackedSeqParams:
@@ -45,10 +47,12 @@ def _packed(edges: Tensor, rows: int) -> PackedSeqParams:
 
 def _te_parts() -> Parts:
     from megatron.core.extensions.transformer_engine import (
+        TEColumnParallelGroupedLinear,
         TEColumnParallelLinear,
         TEDotProductAttention,
         TELayerNormColumnParallelLinear,
         TENorm,
+        TERowParallelGroupedLinear,
         TERowParallelLinear,
     )
 
@@ -94,7 +98,8 @@ def _te_parts() -> Parts:
         def merged(self, *args: Any) -> Tensor:
             return self._sdpa.merged(*args)
 
-    return Parts(TEColumnParallelLinear, TERowParallelLinear, TeCore, TENorm, TELayerNormColumnParallelLinear)
+    grouped = TEColumnParallelGroupedLinear, TERowParallelGroupedLinear
+    return Parts(TEColumnParallelLinear, TERowParallelLinear, TeCore, TENorm, TELayerNormColumnParallelLinear, grouped)
 
 
 def parts(config: TransformerConfig, te: bool) -> Parts:

@@ -31,6 +31,9 @@ EMA = "optimizer.ema."
 MASTER = "optimizer.state.param."
 """Prefix of the FP32 master weight of a parameter."""
 
+EXPERTS = ".mlp.experts.experts."
+"""In the name of a tensor that holds the matrices of all experts of a layer."""
+
 # Norms are stored under the names that they have inside Transformer Engine's fused layers.
 _NORMS = {
     ".self_attention.linear_qkv.layer_norm_": ".input_layernorm.",

@@ -55,4 +55,12 @@ def _weights(folder: Path, prefix: str) -> dict[str, Tensor]:
     """Every parameter by its name in a stage, from the tensor with this prefix where there is one."""
     chosen = reader.beside(folder, prefix) if prefix else {}
     chosen |= {n: m for n, m in reader.parameters(folder).items() if f"{prefix}{n}" not in chosen}
-    return {reader.module_name(n.removeprefix(prefix)): tensor for n, tensor in reader.read(folder, chosen).items()}
+    found: dict[str, Tensor] = {}
+    for name, tensor in reader.read(folder, chosen).items():
+        name = reader.module_name(name.removeprefix(prefix))
+        before, stacked, after = name.partition(reader.EXPERTS)
+        if not stacked:
+            found[name] = tensor
+        else:  # one tensor for all experts of a layer
+            found |= {f"{before}.mlp.experts.local_experts.{e}.{after}": part for e, part in enumerate(tensor)}
+    return found

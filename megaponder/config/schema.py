@@ -88,6 +88,11 @@ class ParallelConfig:
     """Pipeline-parallel size (PP); passes become virtual stages."""
     context: int = declare(1, ge=1, aliases=("cp", "context_parallel_size"))
     """Context-parallel size (CP): ranks that share each sequence, of which every one holds an equal part."""
+    experts: int = declare(1, ge=1, aliases=("ep", "expert_model_parallel_size"))
+    """Expert-parallel size (EP), with model.moe: ranks that share a layer's experts, of which every one holds an equal
+    number; they are ranks that hold other tokens."""
+    expert_tensor: int | None = declare(None, ge=1, aliases=("etp", "expert_tensor_parallel_size"))
+    """Ranks over which each expert is split; default: those of parallel.tensor."""
     stage_layers: list[int] | None = declare(None, ge=1)
     """Layers of each pipeline stage, for stages with different work; default: equal parts."""
     sequence: bool = declare(False, aliases=("sp",))
@@ -110,6 +115,11 @@ class ParallelConfig:
     """Free a stage's output once sent; default: on with NCCL, off with gloo (where it corrupts numbers)."""
     timeout_minutes: float = declare(10.0, gt=0, le=10**6, unit="minutes")
     """Time after which a collective that has not completed ends the run."""
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks over which each expert is split."""
+        return self.expert_tensor or self.tensor
 
     @property
     def replica(self) -> int:

@@ -49,6 +49,7 @@ LATER: dict[str, Any] = {
     "attention_window": 0,
     "depth_attention": {},
     "freqkv": {},
+    "moe": {},
 }
 """Features that an earlier version's config.json lacks, and what its models have."""
 

@@ -33,6 +33,7 @@ def build_stage(cfg: RunConfig, method: Method, groups: Groups) -> PonderStage:
         tp=groups.tp_size,
         gated=cfg.model.gated,
         up_factor=factor if method.scales_up else 1.0,
+        split=groups.expert_split(),
     )
     if not cfg.model.norm_affine:
         freeze_norms(stage)

@@ -41,6 +41,13 @@ class Groups:
         """True on exactly one rank, which has the loss."""
         return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0 and self.dp_rank == 0
 
+    @staticmethod
+    def expert_split() -> tuple[int, int]:
+        """Ranks over which each expert is split, and which of them this is."""
+        from megatron.core import parallel_state as ps
+
+        return ps.get_expert_tensor_parallel_world_size(), ps.get_expert_tensor_parallel_rank()
+
     @property
     def tp(self) -> dist.ProcessGroup:
         from megatron.core import parallel_state
@@ -101,6 +108,8 @@ def _has_layout(parallel: ParallelConfig) -> bool:
         and ps.get_tensor_model_parallel_world_size() == parallel.tensor
         and ps.get_pipeline_model_parallel_world_size() == parallel.pipeline
         and ps.get_context_parallel_world_size() == parallel.context
+        and ps.get_expert_model_parallel_world_size() == parallel.experts
+        and ps.get_expert_tensor_parallel_world_size() == parallel.expert_ranks
     )
 
 
@@ -130,6 +139,8 @@ def init(cfg: RunConfig) -> Groups:
             cfg.parallel.tensor,
             cfg.parallel.pipeline,
             context_parallel_size=cfg.parallel.context,
+            expert_model_parallel_size=cfg.parallel.experts,
+            expert_tensor_parallel_size=cfg.parallel.expert_ranks,
             distributed_timeout_minutes=max(1, round(cfg.parallel.timeout_minutes)),
             create_gloo_process_groups=device.type == "cuda",
         )

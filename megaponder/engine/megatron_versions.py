@@ -20,7 +20,7 @@ _NEED_TRITON = "megatron.core.transformer.moe.ops.paged_stash"
 def without_triton() -> None:
     """Let 0.19's schedules be imported where triton is not installed, as with PyTorch's builds for CPUs.
 
-    They import kernels for mixtures of experts, which no model here has.  Call it before they are imported.
+    They import kernels for mixtures of experts, which are for GPUs.  Call it before they are imported.
     """
     if importlib.util.find_spec("triton") is None and _NEED_TRITON not in sys.modules:
         empty = ModuleType(_NEED_TRITON)

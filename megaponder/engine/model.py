@@ -39,14 +39,16 @@ from megaponder.backbone.documents import Documents
 from megaponder.backbone.embedding import Embedding, rotary_embedding
 from megaponder.backbone.freqkv import turns as freqkv_turns
 from megaponder.backbone.layer import Kept, Reads, layer_spec
+from megaponder.backbone.moe import Routed
 from megaponder.backbone.parts import parts
 from megaponder.config import eslm
 from megaponder.config.recompute import recomputed_layers
 from megaponder.config.rules.precision import fp8_alignment
 from megaponder.config.schema import RunConfig
-from megaponder.decoding import freqkv_blocks
+from megaponder.decoding import freqkv_blocks, moe_options
 from megaponder.engine import loss, selection
 from megaponder.engine.active_rows import Attending, Rows, unit_of
+from megaponder.engine.balance import Balance
 from megaponder.engine.earlier import Depth
 from megaponder.engine.fp8 import Fp8
 from megaponder.engine.groups import Groups
@@ -122,6 +124,10 @@ class PonderStage(MegatronModule):
             post_process=last,
         )
         self.recomputed = partial(recomputed_layers, cfg, layers=len(self.decoder.layers))
+        self.balance: Balance | None = None
+        if (experts := moe_options.read(m.moe)) is not None:
+            mixtures = [(int(layer.layer_number) - 1, layer.mlp) for layer in self.decoder.layers]
+            self.balance = Balance(experts, mixtures, m.num_layers, method.core)
         if last:
             self.final_norm = built.norm(self.config, self.config.hidden_size, self.config.layernorm_epsilon)
             self.output_layer = ColumnParallelLinear(
@@ -239,8 +245,8 @@ class PonderStage(MegatronModule):
             into_coda = lambda rows: self.method.into_coda(p, rows, state.exit, exit_tools)  # noqa: E731
         documents = self._documents(batch)
         earlier = () if incoming is None else incoming.earlier
-        carried = (batch.ids_bn.t(), earlier, state.kept)
-        rows, state.kept, earlier = self._layers(p, flow, *carried, into_core, into_coda, documents)
+        carried, counted = (batch.ids_bn.t(), earlier, state.kept), self._counted(p, batch)
+        rows, state.kept, earlier = self._layers(p, flow, *carried, into_core, into_coda, documents, counted)
         flow = _cut(p, Flow(rows, flow.riders, earlier))
         if not self.groups.is_last_stage:
             return flow
@@ -256,6 +262,13 @@ class PonderStage(MegatronModule):
         if self.context is None:
             return None if batch.starts_bn is None else Documents(batch.starts_bn, batch.edges)
         return Documents(batch.starts_bn, None, batch.places_n, self.context.size)
+
+    def _counted(self, p: Pass, batch: MicroBatch) -> Tensor | None:
+        """With a mixture of experts: the share of a token that counts which each row of this rank is [s, b]."""
+        if self.balance is None:
+            return None
+        counted = (batch.loss_mask_bn.t() / p.slots).repeat_interleave(p.slots, dim=0)
+        return counted.chunk(self.groups.tp_size)[self.groups.tp_rank] if self.config.sequence_parallel else counted
 
     @staticmethod
     def _gradients(p: Pass, begins: bool = False) -> AbstractContextManager[Any]:
@@ -321,6 +334,7 @@ class PonderStage(MegatronModule):
         into_core: Hook | None,
         into_coda: Hook | None,
         documents: Documents | None,
+        counted: Tensor | None,
     ) -> tuple[Tensor, list[Kept], tuple[Tensor, ...]]:
         """This stage's share of the pass's layers; the hooks run before its first layer of the core and of the coda.
 
@@ -331,10 +345,13 @@ class PonderStage(MegatronModule):
         whole = x.shape[0] * (self.groups.tp_size if self.config.sequence_parallel else 1)
         rotary = self._rotary(p, whole, documents)
         active, rows = self.method.active(p, riders), None
-        own = self.gathered(self.method.active(p, flow.riders))
+        running = self.method.active(p, flow.riders)
+        own = self.gathered(running)
+        if counted is not None and running is not None:
+            counted = counted * running
         if own is not None:
             rows = own.all_gather()
-            x = own.gather(x)
+            x, counted = own.gather(x), None if counted is None else counted.gather(0, own.index)
             if rotary is not None:
                 column = torch.arange(rotary.shape[2], device=x.device)  # one for all sequences, or each its own
                 rotary = rotary[:, rows.index, column]
@@ -363,7 +380,7 @@ class PonderStage(MegatronModule):
                 number: int = number,
                 reads: Reads | None = reads,
                 precision: Callable[[], AbstractContextManager[Any]] = precision,
-            ) -> tuple[Tensor, Kept, Kept]:
+            ) -> tuple[Tensor, Kept, Kept, Routed | None]:
                 def attend(q: Tensor, k: Tensor, v: Tensor, kept: Kept, core: Any) -> tuple[Tensor, Kept]:
                     own: Any = self.method_layers[str(number)]
                     first = self.groups.tp_rank * k.shape[2]
@@ -373,15 +390,18 @@ class PonderStage(MegatronModule):
                     return self.method.attend(p, q, k, v, riders, kept, attending)
 
                 with precision():  # inside `run`, so that a recomputed layer enters it again
-                    return layer(x, rotary, attend, carried[:count], reads, carried[count:])
+                    return layer(x, rotary, attend, carried[:count], reads, carried[count:], counted)
 
             with self._gradients(p, begins=into_core is not None):
                 if i < recomputed and torch.is_grad_enabled():
                     # non-reentrant, with carried tensors as explicit inputs and outputs: gradients stay exact
                     carried = (*before, *earlier.sources())
-                    x, left, made = checkpoint(run, x, riders, *carried, use_reentrant=False, preserve_rng_state=False)
+                    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+                    x, left, made, routed = again(run, x, riders, *carried)
                 else:
-                    x, left, made = run(x, riders, *before, *earlier.sources())
+                    x, left, made, routed = run(x, riders, *before, *earlier.sources())
+                if self.balance is not None:  # not in `run`, which counts a recomputed layer twice
+                    x = self.balance.add(number, x, routed)
             earlier.add(number, made)
             out.append(() if p.last else left)
         if into_core is not None:  # the stage holds the prelude alone

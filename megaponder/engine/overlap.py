@@ -20,7 +20,7 @@ class Arrivals:
     """The counts of each plan."""
 
     def __init__(self, ddp: DistributedDataParallel):
-        self._buckets: list[Any] = ddp.bucket_groups
+        self._buckets: list[Any] = ddp.bucket_groups + ddp.expert_parallel_bucket_groups
         self._plan: tuple[Pass, ...] | None = None
         self._known: dict[tuple[Pass, ...], list[dict[Any, int]]] = {}
 

@@ -52,6 +52,8 @@ class StepOutput:
     """In the gradient beside the loss, and not in it."""
     selected: dict[str, float] = field(default_factory=dict)
     """`selection.STATS` and the alpha of a step that selects tokens; `loss` stays the mean over all."""
+    balance: dict[str, float] = field(default_factory=dict)
+    """Training with a mixture of experts: `engine.balance.NAMES`."""
     empty: int = field(default=0, compare=False)
     """Micro-batches of the global batch in which no target counts."""
 
@@ -160,6 +162,8 @@ class Engine:
         self.own_time.start()
         if train and self.stage.selection is not None:
             run = self._selected(run, self.stage.selection)
+        if self.stage.balance is not None:
+            self.stage.balance.begin(passes, run.tokens, train)
         if train and self._arrivals is not None:
             self._arrivals.expect(passes)
         if train and self._runner.captures is not None:
@@ -172,6 +176,9 @@ class Engine:
         out = self._collect(run, int(valid))
         out.empty = int(empty)
         out.passes = len(run.passes)
+        if train and self.stage.balance is not None:
+            found = self.stage.balance.collect(self.groups)
+            out.balance = found if valid else {}
         return out
 
     def _selected(self, run: Step, select: selection.Selection) -> Step:
@@ -195,6 +202,8 @@ class Engine:
 
     def settle(self, out: StepOutput, step: int) -> None:
         """After an optimizer step was taken: what the method updates from the step's statistics."""
+        if self.stage.balance is not None:
+            self.stage.balance.settle()
         modules = self.stage.method_modules if self.groups.is_last_stage else None
         out.stats |= self.stage.method.settle(modules, out.stats, step)
 

@@ -10,9 +10,11 @@ from megaponder.config.method_facts import MethodFacts, OwnParameters
 from megaponder.config.rules.layout import choose_group
 from megaponder.config.schema import RunConfig
 from megaponder.config.stages import stage_sizes
+from megaponder.decoding.moe_options import read
 from megaponder.plan.advice import Change, savings
 from megaponder.plan.flops import StepFlops, mean_executed, mean_needed, micro_batches, plan_flops, steps_seen
 from megaponder.plan.memory import GIB, Memory, rank_memory, settle_graphs
+from megaponder.plan.moe import inactive
 from megaponder.plan.parameters import Parameters, model_parameters, rank_parameters
 from megaponder.plan.parts import Part, parts
 from megaponder.plan.time import Estimate, estimate
@@ -34,6 +36,8 @@ class Layout:
     """Micro-batches of one rank in a step with the full batch."""
     microbatch_group: int | None
     """Micro-batches per group of the interleaved schedule; None if it is not used."""
+    experts: str = ""
+    """Experts of a layer, and how ranks share them; empty without a mixture."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,8 @@ class Plan:
     parts: tuple[Part, ...]
     """Which layers run how often."""
     parameters: Parameters
+    active_parameters: int
+    """Those that a row uses: all, or of a mixture's experts the chosen ones."""
     table_rows: int
     """Rows of the padded vocabulary."""
     flops: StepFlops
@@ -88,6 +94,14 @@ def own_parameters(method: Any, layers: int) -> OwnParameters:
     )
 
 
+def _experts(cfg: RunConfig) -> str:
+    o, par = read(cfg.model.moe), cfg.parallel
+    if o is None:
+        return ""
+    split = f", each split over {par.expert_ranks}" if par.expert_ranks > 1 else ""
+    return f"{o.experts} a layer, of which a row takes {o.top_k}; {o.experts // par.experts} a rank{split}"
+
+
 def build_plan(cfg: RunConfig, method: Any, facts: MethodFacts, world_size: int, mfu: float, gpu: Gpu) -> Plan:
     """The plan of a resolved and checked configuration with a known vocabulary.
 
@@ -119,9 +133,11 @@ def build_plan(cfg: RunConfig, method: Any, facts: MethodFacts, world_size: int,
             stage_layers=tuple(stage_sizes(cfg)),
             micro_batches=m,
             microbatch_group=(par.microbatch_group or choose_group(m, par.pipeline)) if interleaved else None,
+            experts=_experts(cfg),
         ),
         parts=parts(cfg, method),
         parameters=model_parameters(cfg.model, own),
+        active_parameters=model_parameters(cfg.model, own).total - inactive(cfg.model),
         table_rows=cfg.model.padded_vocab,
         flops=plan_flops(cfg, method, passes, m),
         mean_passes=sum(counts) / len(counts),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megaponder.config.model import ModelConfig
 from megaponder.plan.depth_attention import mixing_bytes
+from megaponder.plan.moe import kept_bytes, moe_parameters, row_elements
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,7 @@ class LayerParameters:
     attention: int
     mlp: int
     norms: int
+    experts: int = 0
 
 
 def norm_parameters(model: ModelConfig, width: int) -> int:
@@ -29,8 +31,11 @@ def _matrices(model: ModelConfig) -> tuple[int, int, int, int]:
     return (model.query_width + 2 * model.key_width) * h, model.query_width * h, inner * h, model.ffn_size * h
 
 
-def layer_parameters(model: ModelConfig, tensor: int = 1) -> LayerParameters:
-    """On one of `tensor` ranks: matrices are split; norms and the biases after a reduction are not."""
+def layer_parameters(model: ModelConfig, tensor: int = 1, shares: int = 1) -> LayerParameters:
+    """On one of `tensor` ranks: matrices are split; norms and the biases after a reduction are not.
+
+    Experts are split into `shares` shares of their own.
+    """
     assert model.hidden_size and model.ffn_size
     h, (qkv, out, first, last) = model.hidden_size, _matrices(model)
     attention, mlp = (qkv + out) // tensor, (first + last) // tensor
@@ -45,17 +50,21 @@ def layer_parameters(model: ModelConfig, tensor: int = 1) -> LayerParameters:
         attention += h
     if model.mlp_bias:
         mlp += (2 if model.gated else 1) * model.ffn_size // tensor + h
+    if model.moe:
+        mixture = moe_parameters(model, tensor, shares)
+        return LayerParameters(attention, mixture.others, norms, mixture.experts)
     return LayerParameters(attention, mlp, norms)
 
 
 def linear_flops(model: ModelConfig) -> float:
     """Of its matrices for one row, forward."""
-    return 2.0 * sum(_matrices(model))
+    qkv, out, *mlp = _matrices(model)
+    return 2.0 * (qkv + out + (row_elements(model) or sum(mlp)))
 
 
 def unread_flops(model: ModelConfig) -> float:
     """What it skips for a row that only serves as a key: its output projection and MLP."""
-    return 2.0 * sum(_matrices(model)[1:])
+    return linear_flops(model) - 2.0 * _matrices(model)[0]
 
 
 def key_flops(model: ModelConfig) -> float:
@@ -103,10 +112,12 @@ def attention_bytes(model: ModelConfig, e: int, te: bool) -> float:
     return kept + mixing_bytes(model, e)
 
 
-def mlp_elements(model: ModelConfig) -> int:
-    """Elements of one row inside the MLP: SwiGLU's two inputs, an activation's one, and what the last layer reads.
+def mlp_bytes(model: ModelConfig, e: int, te: bool) -> float:
+    """What one row keeps inside the MLP: SwiGLU's two inputs, an activation's one, and what the last layer reads.
 
-    ReLU needs only its result.
+    ReLU needs only its result.  Elements have `e` bytes.
     """
     assert model.ffn_size
-    return (3 if model.gated else 1 if model.activation == "relu" else 2) * model.ffn_size
+    if (mixture := kept_bytes(model, e, te)) is not None:
+        return mixture
+    return float((3 if model.gated else 1 if model.activation == "relu" else 2) * model.ffn_size * e)

@@ -18,7 +18,7 @@ from megaponder.config.schema import ParallelConfig, PrecisionConfig, RunConfig
 from megaponder.config.stages import run_in, stage_range
 from megaponder.plan.depth_attention import made_bytes
 from megaponder.plan.freqkv import copied_bytes
-from megaponder.plan.layer import attention_bytes, mlp_elements, norms_bytes, pre_norms_bytes
+from megaponder.plan.layer import attention_bytes, mlp_bytes, norms_bytes, pre_norms_bytes
 from megaponder.plan.parameters import NONE, Parameters, rank_parameters
 
 GIB = 2**30
@@ -61,7 +61,7 @@ def layer_activations(cfg: RunConfig, rows: int, te: bool = False, active: float
     attention = attention_bytes(model, e, te)
     attention += copied_bytes(model, cfg.data.sequence_length, e, cfg.data.document_attention)
     log_sums = 4 * model.num_heads  # FP32, of the fused attention
-    norms, inner = norms_bytes(model, e, te), attention + mlp_elements(model) * e + log_sums
+    norms, inner = norms_bytes(model, e, te), attention + mlp_bytes(model, e, te) + log_sums
     if cfg.precision.fp8 != "none":  # what a linear layer reads is kept in FP8; attention's output in both formats
         q = _quantised_bytes(cfg.precision)
         norms -= 2 * model.hidden_size * (e - q)
@@ -139,7 +139,7 @@ def rank_memory(
     return Memory(
         weights=held.total * e + _fp8_copies(cfg.precision, held),
         gradients=held.total * 4,
-        optimizer=_optimizer(cfg, held, dp * par.context),
+        optimizer=_optimizer(cfg, held, dp),
         activations=int(activations),
         vocabulary=int(vocabulary),
     )
@@ -178,7 +178,7 @@ def _working(cfg: RunConfig, rows: int) -> float:
     """Bytes that a layer's backward takes for a while: gradients inside the MLP, and of its input and output."""
     model, e, tp = cfg.model, element_bytes(cfg.precision), cfg.parallel.tensor
     assert model.hidden_size
-    return rows * e * (mlp_elements(model) / tp + 2 * model.hidden_size / _sequence_shards(cfg.parallel))
+    return rows * (mlp_bytes(model, e, True) / tp + e * 2 * model.hidden_size / _sequence_shards(cfg.parallel))
 
 
 def _shared(cfg: RunConfig, p: PassLike) -> float:
@@ -235,7 +235,8 @@ def _kept(cfg: RunConfig, rows: int, te: bool) -> float:
 def _captured(cfg: RunConfig, te: bool) -> bool:
     """Whether the plan's GPU would run passes as CUDA graphs."""
     overlap = cfg.parallel.overlap_grad_reduce or cfg.parallel.overlap_param_gather
-    return te and bool(cfg.precision.cuda_graphs) and not overlap and cfg.parallel.context == 1
+    eager = overlap or cfg.parallel.context > 1 or bool(cfg.model.moe)
+    return te and bool(cfg.precision.cuda_graphs) and not eager
 
 
 def _fp8_copies(precision: PrecisionConfig, held: Parameters) -> int:
@@ -249,6 +250,12 @@ def _quantised_bytes(precision: PrecisionConfig) -> float:
 
 
 def _optimizer(cfg: RunConfig, held: Parameters, dp: int) -> int:
+    """`dp`: ranks that hold the same weights and run other sequences."""
     each = 8 + (4 if cfg.precision.dtype == "bf16" else 0) + (4 if cfg.optimizer.ema_decay else 0)
     one_moment = held.attention + held.mlp if cfg.optimizer.kind == "muon" else 0
-    return -((4 * one_moment - held.total * each) // (dp if cfg.parallel.distributed_optimizer else 1))
+    par = cfg.parallel
+    alike, of_experts = dp * par.context, max(1, dp * par.context * par.tensor // (par.experts * par.expert_ranks))
+    if not par.distributed_optimizer:
+        alike = of_experts = 1
+    dense = -((4 * one_moment - (held.total - held.experts) * each) // alike)
+    return dense - (-held.experts * each // of_experts)

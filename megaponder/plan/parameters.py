@@ -22,6 +22,8 @@ class Parameters:
     """Learned positions."""
     attention: int = 0
     mlp: int = 0
+    """With a mixture of experts: routers and shared experts."""
+    experts: int = 0
     norms: int = 0
     """Of the layers and the final one."""
     head: int = 0
@@ -40,7 +42,7 @@ def model_parameters(model: ModelConfig, own: OwnParameters = NONE, padded: bool
     """The whole model, with the true vocabulary or with the padded table of training."""
     assert model.num_layers and model.vocab_size
     rows = model.padded_vocab if padded else model.vocab_size
-    return _parts(model, 1, model.num_layers, rows, first=True, last=True, method=own.on(slice(None), True, True))
+    return _parts(model, 1, 1, model.num_layers, rows, first=True, last=True, method=own.on(slice(None), True, True))
 
 
 def rank_parameters(cfg: RunConfig, facts: MethodFacts, stage: int, own: OwnParameters = NONE) -> Parameters:
@@ -51,19 +53,23 @@ def rank_parameters(cfg: RunConfig, facts: MethodFacts, stage: int, own: OwnPara
     rows = cfg.model.padded_vocab // tp
     layers = stage_range(cfg, stage)
     method = own.on(slice(layers.start, layers.stop), first, last)
-    parts = _parts(cfg.model, tp, len(layers), rows, first, last, method)
+    shares = cfg.parallel.experts * cfg.parallel.expert_ranks
+    parts = _parts(cfg.model, tp, shares, len(layers), rows, first, last, method)
     copied = last and not first and (facts.mixes_vocabulary or bool(cfg.model.tie_embeddings))
     return _with(parts, copies=rows * (cfg.model.hidden_size or 0) if copied else 0)
 
 
-def _parts(model: ModelConfig, tp: int, layers: int, rows: int, first: bool, last: bool, method: int) -> Parameters:
-    one = layer_parameters(model, tp)
+def _parts(
+    model: ModelConfig, tp: int, shares: int, layers: int, rows: int, first: bool, last: bool, method: int
+) -> Parameters:
+    one = layer_parameters(model, tp, shares)
     h = model.hidden_size or 0
     return Parameters(
         embedding=rows * h if first else 0,
         positions=model.learned_positions * h if first else 0,
         attention=layers * one.attention,
         mlp=layers * one.mlp,
+        experts=layers * one.experts,
         norms=layers * one.norms + (norm_parameters(model, h) if last else 0),
         head=rows * h if last and not model.tie_embeddings else 0,
         method=method,

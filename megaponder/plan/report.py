@@ -68,6 +68,8 @@ def parameter_table(plan: Plan) -> Table:
         if count:
             table.add_row(_words(f.name), f"{count:,}", f"{count / total:.1%}")
     table.add_row("total", f"{total:,}", "")
+    if plan.active_parameters < total:
+        table.add_row("active", f"{plan.active_parameters:,}", f"{plan.active_parameters / total:.1%}")
     return table
 
 
@@ -145,6 +147,8 @@ def print_plan(cfg: RunConfig, plan: Plan, console: Console) -> None:
     table.add_row("sequence parallel", "yes" if lay.sequence_parallel else "no")
     layers = [str(n) for n in lay.stage_layers]
     table.add_row("layers per stage", layers[0] if len(set(layers)) == 1 else ", ".join(layers))
+    if lay.experts:
+        table.add_row("experts", lay.experts)
     if len(plan.parts) > 1 or plan.parts[0].most_runs > 1:
         for i, part in enumerate(plan.parts):
             table.add_row("" if i else "a token runs", str(part))

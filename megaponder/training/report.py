@@ -54,6 +54,7 @@ class Report:
         row.values |= finite({"auxiliary_loss": out.aux}) if out.aux else {}
         row.values |= finite({"z_loss": out.z_loss}) if out.z_loss and out.tokens else {}
         row.values |= finite(out.selected)
+        row.values |= finite(out.balance)
         row.values |= finite(self._engine.fp8_amax())
         row.stats = finite(depth.metrics(out.stats, out.loss)) if out.tokens else {}
         share = monitor.throughput.costs.needed_share(depth.active_shares(row.stats))

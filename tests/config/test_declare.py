@@ -36,7 +36,7 @@ IDENTITY = {
     "model.activation", "model.qkv_bias", "model.output_bias", "model.mlp_bias", "model.positions",
     "model.rotary_fraction", "model.rotary_base", "model.rotary_pairs",
     "model.rotary_scaling", "model.attention_window", "model.depth_attention",
-    "model.freqkv",
+    "model.freqkv", "model.moe",
     "model.parallel_residual", "model.tie_embeddings", "ponder.method",
 }  # fmt: skip
 """Written once more, so that a declaration that is lost does not let a checkpoint of another model in."""
@@ -142,6 +142,8 @@ def other_value(name: str, value: Any) -> Any:
         return {"by": "loss"}
     if name == "model.freqkv":
         return {"capacity": 64}
+    if name == "model.moe":
+        return {"experts": 8, "top_k": 2}
     if name == "model.rotary_scaling":
         return {"rope_type": "linear", "factor": 2.0}
     if name == "data.split":

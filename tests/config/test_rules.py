@@ -19,6 +19,7 @@ from megaponder.ponder.base import Shape
 from megaponder.ponder.facts import facts_of
 from megaponder.ponder.registry import build_method
 from tests.config.broken_attention import ATTENTION
+from tests.config.broken_moe import MOE
 from tests.config.make import PASSES4, Broken, broken, config
 
 CPU = Machine("cpu")
@@ -30,6 +31,7 @@ FP8 = {"precision__fp8": "current", "precision__dtype": "bf16"}
 
 BROKEN: list[Broken] = [
     *ATTENTION,
+    *MOE,
     broken(
         "parallel.distributed_optimizer",
         "muon needs whole matrices, which a sharded optimizer does not have; use f",

@@ -48,6 +48,8 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qk-norm-layernorm": ("pythia", {"qk_norm": "head"}),
+    "moe": ("llama", {"num_kv_heads": 2, "moe": {"experts": 4, "top_k": 2, "shared_ffn": 128, "aux_weight": 0.1}}),
+    "moe-sigmoid": ("qwen3", {"moe": {"experts": 8, "top_k": 3, "score": "sigmoid", "scale": 2.0, "bias_rate": 0.01}}),
     "freqkv": ("qwen3", {"num_kv_heads": 2, "freqkv": {"capacity": 40}}),
     "depth": ("qwen3", {"num_kv_heads": 2, "depth_attention": {"sources": "all"}}),
     "depth-prob": ("pythia", {"depth_attention": {"sources": "last:3", "query": "mean_prob", "own": "residual"}}),

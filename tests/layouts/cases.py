@@ -5,29 +5,13 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import ModelConfig, ParallelConfig, RunConfig
+from tests.layouts.shapes import Case, Layout
 
 SEQUENCES, LENGTH, VOCAB = 4, 12, 93  # a vocabulary that is a multiple of nothing
-
-
-@dataclass(frozen=True)
-class Case:
-    family: str
-    method: str
-    options: dict[str, Any] = field(default_factory=dict)
-    model: dict[str, Any] = field(default_factory=dict)
-    skip: bool = False
-    """Leave halted tokens out of the computation."""
-    steps: int = 1
-    """Training steps that are run; the last one's numbers are compared."""
-    stages: dict[int, list[int]] = field(default_factory=dict)
-    """Layers of each stage, by the number of stages; else equal parts."""
-    eslm: dict[str, Any] = field(default_factory=dict)
-    """Which tokens are trained on; of a micro-batch, in layouts that have the reference's alone."""
 
 
 CASES = {
@@ -219,6 +203,27 @@ CASES = {
         {"depth_attention": {"sources": "last:5"}},
         skip=True,
     ),
+    "moe-loop-gqa": Case(
+        "llama",
+        "loop",
+        {"extra_passes": 2},
+        {"num_kv_heads": 2, "moe": {"experts": 4, "top_k": 2, "shared_ffn": 24, "aux_weight": 0.5}},
+    ),
+    # rows of a token that count together, some of which the last layer does not finish; a bias that moves
+    "moe-bias-latents": Case(
+        "qwen3",
+        "ponderlm2",
+        {"latents": 1, "jacobi": 1},
+        {"moe": {"experts": 4, "top_k": 2, "score": "sigmoid", "scale": 1.5, "aux_weight": 0.3, "bias_rate": 0.1}},
+        steps=3,
+    ),
+    "moe-skip": Case(
+        "llama",
+        "adaponderlm",
+        {"target": 0.0, "threshold": 0.5, "steps": 2, "cost_weight": 0.3},
+        {"num_kv_heads": 2, "moe": {"experts": 4, "top_k": 2, "aux_weight": 0.5}},
+        skip=True,
+    ),
     "halfway-llama": Case("llama", "halfway"),
     "huginn-llama": Case(
         "llama",
@@ -301,39 +306,6 @@ TRUNCATED = ("huginn", "retrofit", "parcae")
 """Methods whose first passes have no gradient."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """A layout of the matrix; `batch` is the micro-batch size."""
-
-    tensor: int = 1
-    pipeline: int = 1
-    data: int = 1
-    context: int = 1
-    batch: int = 2
-    sequence: bool = False
-    distributed_optimizer: bool = False
-    overlap: bool = False
-    recompute: str = "none"
-    parts: int | None = None
-    """Layers of a stage, and passes, that are recomputed; None: all."""
-    deep: bool = False
-    """Cases with more than two layers run here too."""
-    every: bool = True
-    """All cases run here, or only `sample`."""
-    sample: tuple[str, ...] | None = None
-    """None: `REPRESENTATIVES`."""
-    methods: bool = False
-    """One case of each method, with and without its halted tokens left out, runs here as well."""
-    evaluate: bool = False
-    """The loss of evaluation is compared, too."""
-    documents: bool = False
-    """A sequence holds several documents, and a token sees its own."""
-
-    @property
-    def world(self) -> int:
-        return self.tensor * self.pipeline * self.context * self.data
-
-
 REPRESENTATIVES = (
     "vanilla-llama-tied",
     "ponderlm-pythia",
@@ -359,6 +331,7 @@ CONTEXT = (
 )
 """What ranks that share sequences do each in its own way: rows, key bias, a sum over a sequence, sets of keys, gathered
 rows, learned positions, noise."""
+EXPERTS = ("moe-loop-gqa", "moe-bias-latents")
 DOCUMENTS = ("window-yarn-gqa", "adaponderlm-llama-gqa", "adaptive-cot-llama-gqa", "parcae-llama")
 """With documents: masks, windows, a share of a document's tokens, draws."""
 LAYOUTS = {
@@ -408,6 +381,20 @@ LAYOUTS = {
         every=False,
         sample=("vanilla-pythia", "eslm-global", "eslm-micro-skip"),
     ),
+    "ep2": Layout(data=2, experts=2, batch=1, overlap=True, every=False, sample=EXPERTS),
+    "ep2-distopt-recompute": Layout(
+        data=2, experts=2, distributed_optimizer=True, recompute="layer", every=False, sample=EXPERTS
+    ),
+    "ep2-tp2": Layout(tensor=2, experts=2, expert_tensor=1, every=False, sample=EXPERTS),
+    "ep2-tp2-sp": Layout(tensor=2, experts=2, expert_tensor=1, sequence=True, every=False, sample=EXPERTS),
+    "ep2-cp2": Layout(context=2, experts=2, every=False, sample=()),
+    "ep2-pp2": Layout(data=2, pipeline=2, experts=2, batch=1, every=False, sample=EXPERTS),
+    "ep2-etp2-sp": Layout(data=2, tensor=2, experts=2, sequence=True, every=False, sample=EXPERTS),
+    "ep2-etp2": Layout(data=2, tensor=2, experts=2, every=False, sample=()),
+    "ep2-tp2-sp-pp2": Layout(
+        tensor=2, pipeline=2, experts=2, expert_tensor=1, sequence=True, recompute="layer", every=False, sample=EXPERTS
+    ),
+    "ep2-dp4-distopt": Layout(data=4, experts=2, distributed_optimizer=True, batch=1, every=False, sample=()),
     "cp3": Layout(context=3, deep=True, every=False, sample=()),
     "cp3-documents": Layout(context=3, deep=True, every=False, sample=(), documents=True),
 }
@@ -434,6 +421,10 @@ def cases_of(layout: Layout) -> list[str]:
             continue  # refused: config.rules.freqkv
         if case.eslm.get("scope") != "global" and case.eslm and layout.batch != 1:
             continue
+        if layout.experts > 1 and "moe" not in case.model:
+            continue
+        if case.skip and "moe" in case.model and layout.tensor > 1 and not layout.sequence:
+            continue  # refused: config.rules.moe
         sample = REPRESENTATIVES if layout.sample is None else layout.sample
         first = layout.methods and (case.method, case.skip) not in known
         known.add((case.method, case.skip))
@@ -456,6 +447,8 @@ def run_config(case: Case, layout: Layout) -> RunConfig:
         tensor=layout.tensor,
         pipeline=layout.pipeline,
         context=layout.context,
+        experts=layout.experts,
+        expert_tensor=layout.expert_tensor,
         stage_layers=case.stages.get(layout.pipeline),
         sequence=layout.sequence,
         distributed_optimizer=layout.distributed_optimizer,

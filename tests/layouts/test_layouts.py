@@ -67,9 +67,12 @@ def test_layout_changes_nothing(results: Any, case: str, layout: str) -> None:
             assert rank["settled"] == pytest.approx(reference["settled"], rel=RTOL, abs=ATOL)
         if rank["by_token"] is not None:
             np.testing.assert_allclose(rank["by_token"], reference["by_token"], rtol=RTOL)
-    for replica in range(LAYOUTS[layout].data * LAYOUTS[layout].context):
-        grads = assemble([r for r in ranks if r["place"][0] == replica], gated)
-        assert {k for k, _ in grads} == {k for k, _ in expected}
+    replicas, of_experts = (1 + max(r[key][0] for r in ranks) for key in ("place", "place_of_experts"))
+    assert replicas == LAYOUTS[layout].data * LAYOUTS[layout].context
+    for replica in range(max(replicas, of_experts)):
+        grads = assemble(ranks, gated, replica)
+        whole = {k for k, _ in expected if replica < (of_experts if ".experts." in k else replicas)}
+        assert {k for k, _ in grads} == whole
         for key, value in grads.items():
             assert _worst(value, expected[(key[0], "own")]) < RTOL, key
 

@@ -42,10 +42,12 @@ def _whole_gradients(engine: Any) -> None:
     """Under the distributed optimizer a rank's buffer holds its shard only: gather the others' in place."""
     import torch
     import torch.distributed as dist
+    from megatron.core import parallel_state
 
-    group = engine.groups.dp_cp
-    for buffer in engine.ddp.buffers:
-        for bucket in buffer.buckets:
+    groups = [(engine.ddp.buffers, engine.groups.dp_cp)]
+    groups.append((engine.ddp.expert_parallel_buffers, parallel_state.get_expert_data_parallel_group()))
+    for bucket, group in ((b, g) for buffers, g in groups for buffer in buffers for b in buffer.buckets):
+        if group.size() > 1:
             shard = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
             parts = [torch.empty_like(shard) for _ in range(group.size())]
             dist.all_gather(parts, shard, group=group)
@@ -55,6 +57,7 @@ def _whole_gradients(engine: Any) -> None:
 def run_layout(layout: str, cases: list[str]) -> dict[str, Any]:
     """Loss, auxiliary loss, statistics and this rank's gradients (numpy, global names) of each case."""
     import torch
+    from megatron.core import parallel_state
 
     from megaponder.backbone.init import global_names
     from megaponder.engine import groups as engine_groups
@@ -97,14 +100,16 @@ def run_layout(layout: str, cases: list[str]) -> dict[str, Any]:
             own = (key, "copy") if getattr(parameter, "shared", False) else (key, "own")
             dim = int(parameter.partition_dim) if getattr(parameter, "tensor_model_parallel", False) else None
             grads[own] = (parameter.main_grad.float().cpu().numpy().copy(), dim)
+        at = parallel_state.get_expert_data_parallel_rank(), parallel_state.get_expert_tensor_parallel_rank()
         place = (groups.dp_rank * groups.cp_size + groups.cp_rank, groups.pp_rank, groups.tp_rank)
         results[name] = {
             "place": place,
+            "place_of_experts": at,
             "loss": out.loss,
             "aux": out.aux,
             "z": out.z_loss,
             "selected": out.selected,
-            "stats": out.stats,
+            "stats": out.stats | out.balance,
             "eval": evaluated,
             "eval_stats": eval_stats,
             "by_token": by_token,
@@ -120,12 +125,17 @@ def run_layouts(layouts: list[str]) -> dict[str, Any]:
     return {layout: run_layout(layout, cases_of(LAYOUTS[layout])) for layout in layouts}
 
 
-def assemble(parts: list[dict[str, Any]], gated: bool) -> dict[tuple[str, str], np.ndarray]:
-    """Whole gradients from ranks that together hold the weights once."""
+def assemble(parts: list[dict[str, Any]], gated: bool, replica: int = 0) -> dict[tuple[str, str], np.ndarray]:
+    """Whole gradients from ranks that together hold the weights once, or more often: then of one replica.
+
+    Experts have replicas of their own, fewer where ranks share them.
+    """
     shards: dict[tuple[str, str], dict[int, tuple[np.ndarray, int | None]]] = {}
     for part in parts:
         for key, value in part["grads"].items():
-            shards.setdefault(key, {})[part["place"][2]] = value
+            number, *_, shard = part["place_of_experts" if ".experts." in key[0] else "place"]
+            if number == replica:
+                shards.setdefault(key, {})[shard] = value
     whole = {}
     for key, by_rank in shards.items():
         arrays, dim = [by_rank[r][0] for r in sorted(by_rank)], by_rank[0][1]

@@ -96,6 +96,7 @@ class Oracle:
         self.table = self.w["embedding.word_embeddings.weight"][: m.vocab_size]
         self.head = self.table if m.tie_embeddings else self.w["output_layer.weight"][: m.vocab_size]
         self.depth = DepthAttention(m)
+        self.routed: dict[str, list[Tensor]] = {}
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         weight = self.w[f"{name}.weight"]  # the engine's frozen ones are 1 and 0
@@ -186,7 +187,35 @@ class Oracle:
         p = (logits + (causal(rows) if logit_bias is None else logit_bias)).softmax(-1)
         return self.linear(torch.einsum("hij,jhd->ihd", p, v).reshape(rows, -1), f"{name}.linear_proj")
 
+    def mixture(self, x: Tensor, name: str) -> Tensor:
+        """Token by token; what the router did is kept for `balance`."""
+        o = {"score": "softmax", "renormalise": True, "scale": 1.0, "shared_ffn": 0, "bias_rate": 0} | self.m.moe
+        z = x @ self.w[f"{name}.router.weight"].T
+        scores = z.softmax(-1) if o["score"] == "softmax" else z.sigmoid()
+        out = []
+        for row, score in zip(x, scores, strict=True):
+            best = score.topk(o["top_k"]).indices
+            p = score[best] / (score[best].sum() if o["renormalise"] else 1.0) * o["scale"]
+            parts = [self.dense(row, f"{name}.experts.local_experts.{e}") for e in best]
+            out.append(sum(weight * part for weight, part in zip(p, parts, strict=True)))
+        self.routed.setdefault(name, []).append(scores / scores.sum(-1, keepdim=True))
+        y = torch.stack(out)
+        return y + self.dense(x, f"{name}.shared_experts") if o["shared_ffn"] else y
+
+    def balance(self, mask: Tensor) -> Tensor:
+        """Sum over layers, mean over passes, of E sum_e f_e P_e over the tokens of a mask, times their number."""
+        total, (experts, k) = mask.new_zeros((), dtype=torch.float64), (self.m.moe["experts"], self.m.moe["top_k"])
+        for passes in self.routed.values():
+            for scores in passes:
+                own = scores[mask > 0]
+                f = torch.bincount(own.topk(k).indices.flatten(), minlength=experts) / (len(own) * k)
+                total = total + len(own) * experts * (f * own.mean(0)).sum() / len(passes)
+        return total
+
     def mlp(self, x: Tensor, name: str) -> Tensor:
+        return self.mixture(x, name) if self.m.moe else self.dense(x, name)
+
+    def dense(self, x: Tensor, name: str) -> Tensor:
         x = self.linear(x, f"{name}.linear_fc1")
         if self.m.activation == "swiglu":
             gate, up = x.chunk(2, dim=-1)
@@ -240,6 +269,7 @@ class Oracle:
         from tests.oracles import adaptive, looped
 
         self.depth.layers.clear()
+        self.routed.clear()
         if (found := (adaptive.METHODS | looped.METHODS).get(method)) is not None:
             return found(self, ids, options, labels)
         return Result(self._plain(ids, method, options))
@@ -300,6 +330,8 @@ class Oracle:
                 aux = aux + result.cost(mask)
             squares = result.logits.logsumexp(-1) ** 2 if result.squares is None else result.squares
             aux = aux + z * (squares * weight).sum()
+            if self.m.moe:
+                aux = aux + self.m.moe["aux_weight"] * self.balance(mask)
         loss = total / mask_bn.sum()
         grads = torch.autograd.grad((objective + aux) / mask_bn.sum(), list(self.w.values()), allow_unused=True)
         return loss.detach(), {

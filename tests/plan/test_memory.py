@@ -33,6 +33,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "depth-gqa": {"family": "llama", "num_kv_heads": 2, "depth_attention": {"values": "raw", "own": "residual"}},
     "freqkv": {"family": "llama", "freqkv": {"capacity": 30}},
     "freqkv-gqa": {"family": "qwen3", "num_kv_heads": 2, "freqkv": {"capacity": 24, "sink": 1, "ratio": 0.7}},
+    "moe": {"family": "llama", "ffn_size": 96, "moe": {"experts": 4, "top_k": 2}},
+    "moe-shared": {
+        "family": "qwen3",
+        "num_kv_heads": 2,
+        "moe": {"experts": 8, "top_k": 3, "shared_ffn": 64, "score": "sigmoid"},
+    },
     "wide-heads": {"family": "llama", "head_size": 24, "num_kv_heads": 2, "qkv_bias": True, "activation": "gelu"},
 }
 TOKENS, BATCH, VOCAB = 64, 2, 512

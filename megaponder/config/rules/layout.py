@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from megaponder.config.rules import moe
 from megaponder.config.rules.case import Case, Rule, divisors, nearest_divisor, nearest_multiple, require
 from megaponder.config.stages import stage_sizes
 
@@ -12,7 +13,9 @@ def tensor_divides_widths(c: Case) -> None:
     """Each tensor rank holds complete heads and equal parts of the MLP."""
     m, tp = c.cfg.model, c.cfg.parallel.tensor
     assert m.num_heads and m.num_kv_heads and m.ffn_size
-    widths = {"num_heads": m.num_heads, "num_kv_heads": m.num_kv_heads, "ffn_size": m.ffn_size}
+    widths = {"num_heads": m.num_heads, "num_kv_heads": m.num_kv_heads}
+    if not m.moe:  # else `config.rules.moe` asks
+        widths["ffn_size"] = m.ffn_size
     near = nearest_divisor(tp, *widths.values())
     for name, width in widths.items():
         rule = f"it must divide model.{name} = {width}"
@@ -217,6 +220,7 @@ RULES: tuple[Rule, ...] = (
     pipeline_divides_layers,
     ends_hold_prelude_and_coda,
     replica_divides_world,
+    moe.experts_fill_ranks,
     batch_divides,
     passes_fill_the_pipeline,
     muon_needs_whole_matrices,

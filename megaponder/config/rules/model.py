@@ -9,6 +9,7 @@ from megaponder.config.model import SCALINGS
 from megaponder.config.rules.case import Case, Rule, nearest_divisor, nearest_multiple, require
 from megaponder.config.rules.depth_attention import RULES as DEPTH_ATTENTION
 from megaponder.config.rules.freqkv import RULES as FREQKV
+from megaponder.config.rules.moe import RULES as MOE
 
 
 def heads_divide_hidden(c: Case) -> None:
@@ -101,5 +102,6 @@ RULES: tuple[Rule, ...] = (
     rotary_scaling_is_whole,
     *DEPTH_ATTENTION,
     *FREQKV,
+    *MOE,
 )
 """Without these a model cannot be built at all."""

@@ -1,0 +1,80 @@
+"""What breaks a rule of mixtures of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megaponder.config.rules import Machine
+from tests.config.make import Broken, broken
+
+TWO: dict[str, Any] = {"experts": 8, "top_k": 2}
+
+
+def options(field: str, words: str, **moe: Any) -> Broken:
+    """Options of a mixture that break a rule."""
+    return broken(f"model.moe.{field}", words, model__moe=TWO | moe)
+
+
+MOE: list[Broken] = [
+    options("size", "its options are experts, top_k, shared_ffn", size=4),
+    broken("model.moe", "it needs experts, the number of experts of a layer; add experts: 8", model__moe={"top_k": 2}),
+    broken("model.moe", "it needs top_k, the experts that a row takes; add top_k: 2", model__moe={"experts": 8}),
+    options("experts", "at least 2; use 2", experts=1),
+    options("top_k", "at least 1; use 1", top_k=0),
+    options("shared_ffn", "a whole number of at least 0", shared_ffn=2.5),
+    options("scale", "a number of more than 0", scale=0),
+    options("aux_weight", "a number of at least 0", aux_weight=-0.1),
+    options("bias_rate", "a number of at least 0", bias_rate=True),
+    options("score", "it must be softmax or sigmoid; use softmax", score="relu"),
+    options("renormalise", "it must be true or false; use true", renormalise=1),
+    options("routers", "routers that differ from pass to pass are not; use shared", routers="per_pass"),
+    options("top_k", "there are 8 experts; use 8", top_k=9),
+    options("renormalise", "the router would have no gradient; use false", top_k=1),
+    options("renormalise", "renormalises sigmoid scores", score="sigmoid", renormalise=False),
+    options("bias_rate", "sigmoid scores only", bias_rate=0.1),
+    broken("model.activation", "the experts are SwiGLU MLPs", model__activation="gelu", model__moe=TWO),
+    broken("model.mlp_bias", "have no biases", model__mlp_bias=True, model__moe=TWO),
+    broken(
+        "precision.fp8",
+        "FP8 of experts",
+        model__moe=TWO,
+        precision__fp8="current",
+        precision__dtype="bf16",
+    ),
+    broken("optimizer.kind", "Muon is not built", model__moe=TWO, optimizer__kind="muon"),
+    broken("precision.cuda_graphs", "known only when it is routed", model__moe=TWO, precision__cuda_graphs=True),
+    broken(
+        "parallel.sequence",
+        "each tensor rank routes a part of the rows",
+        world=2,
+        model__moe=TWO,
+        parallel__tensor=2,
+        ponder__skip_halted=True,
+    ),
+    broken(
+        "parallel.expert_tensor",
+        "gloo gathers equal numbers of rows only",
+        world=4,
+        machine=Machine("cpu"),
+        model__moe=TWO,
+        parallel__tensor=2,
+        parallel__sequence=True,
+        parallel__experts=2,
+        ponder__skip_halted=True,
+    ),
+    broken("parallel.experts", "there are no experts without model.moe", world=2, parallel__experts=2),
+    broken("parallel.expert_tensor", "there are no experts without model.moe", parallel__expert_tensor=1),
+    broken("parallel.experts", "divide model.moe.experts = 8; the nearest is 2", world=3, model__moe=TWO,
+           parallel__experts=3),
+    broken("parallel.tensor", "divide model.ffn_size = 2048; the nearest is 2", world=3, model__moe=TWO,
+           parallel__tensor=3, model__num_heads=12, model__num_kv_heads=12, model__ffn_size=2048,
+           model__vocab_multiple=96),
+    broken("parallel.tensor", "divide model.moe.shared_ffn = 33; the nearest is 1", world=2,
+           model__moe=TWO | {"shared_ffn": 33}, parallel__tensor=2),
+    broken("parallel.expert_tensor", "it must be parallel.tensor = 2, over which", world=2, model__moe=TWO,
+           parallel__tensor=2, parallel__expert_tensor=1),
+    broken("parallel.experts", "with 2 ranks for each expert, it must divide the 4 ranks of a stage; the nearest is 2",
+           world=4, model__moe=TWO, parallel__tensor=2, parallel__experts=4),
+    broken("data.sequence_length", "a multiple of 2, so that tensor ranks route equal parts", world=2, model__moe=TWO,
+           parallel__tensor=2, data__sequence_length=99),
+]  # fmt: skip
