@@ -75,7 +75,7 @@ def packed(
             positions[None], None, None, None, (nothing, nothing), store, slots, slots[None], None, (1, 0), layers
         )
     there, rows = torch.unique_consecutive(seq, return_counts=True)
-    most, last = torch.stack([rows.max(), token.max()]).tolist()
+    most, last, earliest = torch.stack([rows.max(), token.max(), token.min()]).tolist()
     shape = (len(there), most)
     keys, key_token = store.keys_of(index, there, last)
     place, row_token = None, token.view(-1, 1)
@@ -95,7 +95,8 @@ def packed(
     row_token = row_token.view(shape)
     mask: Tensor | None = None
     causal = shape[1] == keys.shape[1] and bool((row_token == key_token).all() if shape[1] > 1 else True)
-    if not (causal or shape[1] == 1) or not bool(exists.all()):
+    newest = shape[1] == 1 and earliest == last  # of every sequence the last token alone: it reads all
+    if not (causal or newest) or not bool(exists.all()):
         mask = (key_token[:, None] <= row_token[..., None]) & exists[:, None]
         mask = None if shape[1] == 1 and bool(mask.all()) else mask[:, None]
     blocks: list[tuple[int, int, int]] = []

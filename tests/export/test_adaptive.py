@@ -21,6 +21,7 @@ from megaponder.export.to_hf import export
 from tests.export import checkpoints, models
 from tests.export.models import ids
 from tests.oracles.reference import Oracle
+from tests.tolerance import PARITY
 
 TIGHT = 1e-10
 SIZE = {"ponderlm2": "latents", "ponderlm3": "latents", "adaponderlm": "steps", "adaptive_cot": "steps"}
@@ -387,3 +388,22 @@ def test_passes_and_thresholds_are_arguments() -> None:
         net(tokens, passes=5)
     with pytest.raises(ValueError, match=r"threshold = 0.5: method loop has no threshold"):
         models.model("llama", "loop")(tokens, threshold=0.5)
+
+
+@pytest.mark.parametrize(
+    ("method", "seed", "threshold"),
+    [("confident_ponderlm", 0, 0.2), ("adaponderlm", 2, 0.5), ("adaptive_cot", 5, 0.25), ("adaptive_cot", 3, 0.8)],
+)
+@torch.no_grad()
+def test_texts_side_by_side_are_those_alone(method: str, seed: int, threshold: float) -> None:
+    """Also where each has one token left in a pass, at different places: none may see what follows it."""
+    net = models.model("llama", method)
+    net.lm_head.weight *= 3
+    tokens = torch.randint(1, models.VOCAB - 1, (2, 6), generator=torch.Generator().manual_seed(seed))
+    given: dict[str, Any] = dict(threshold=threshold, use_cache=False, output_depths=True)
+    whole, alone = net(tokens, **given), [net(text[None], **given) for text in tokens]
+    assert torch.equal(whole.depths, torch.cat([one.depths for one in alone]))
+    assert error(whole.logits, torch.cat([one.logits for one in alone])) < PARITY
+    left = [whole.depths > passes for passes in range(1, 4)]
+    places = [going.nonzero()[:, 1].tolist() for going in left if going.sum(1).tolist() == [1, 1]]
+    assert any(a != b for a, b in places), "the case shows nothing"
