@@ -28,7 +28,7 @@ from megaponder.errors import UserError
 
 COMMANDS = (
     "demo", "prepare", "plan", "train", "branch", "average", "watch", "replay", "eval", "compare", "generate",
-    "inspect", "lineage", "export", "import",
+    "inspect", "lineage", "export", "calibrate", "import",
 )  # fmt: skip
 """In the order in which a newcomer needs them."""
 

@@ -35,11 +35,21 @@ def _sentence(name: str, action: argparse.Action, word: str | None) -> str:
     return f"{name} = {word}: it must be {kind}; {fix}"
 
 
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Help that leaves room for the longest command, which argparse counts without its indentation."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        super().add_argument(action)
+        if isinstance(action, argparse._SubParsersAction):
+            longest = max(map(len, action.choices), default=0) + self._current_indent + self._indent_increment
+            self._action_max_length = max(self._action_max_length, longest)
+
+
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose mistakes are UserErrors."""
 
     def __init__(self, **options: Any) -> None:
-        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        options.setdefault("formatter_class", Help)
         options.setdefault("allow_abbrev", False)
         super().__init__(**options)
 

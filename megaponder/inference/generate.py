@@ -185,13 +185,14 @@ def load(
 ) -> Source:
     """Model and tokenizer of an export folder (it has a config.json), of a checkpoint or of a run folder."""
     path = Path(source)
-    device = _device(device)
+    device = device_of(device)
     if (path / "config.json").is_file():
         return _from_export(path, tokenizer, device, trust_remote_code)
     return _from_checkpoint(path, tokenizer, device)
 
 
-def _device(name: str | None) -> str:
+def device_of(name: str | None) -> str:
+    """A device of this machine, by default cuda if there is one; ConfigError for another."""
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     gpus = torch.cuda.device_count()
