@@ -34,7 +34,7 @@ demo: env ## Train, resume, export and sample a small pondering model on the CPU
 	$(BIN)/megaponder demo --out $(DEMO)
 
 test: env ## Lint and all tests, in three processes (make test JOBS=8 takes more)
-	@$(MAKE) --no-print-directory --jobs=2 suite lint
+	@$(MAKE) --no-print-directory --jobs=2 suite lint $(OLDEST)
 	@$(MAKE) --no-print-directory oldest
 
 suite: env

@@ -97,14 +97,14 @@ class Workers:
             process.wait()
 
     def join(self, timeout: float = 900) -> list[int]:
-        """Exit codes once all have ended.  After the first failure the others get 10 s; then all are killed."""
+        """Exit codes once all have ended.  After the first failure the others get a minute; then all are killed."""
         deadline = time.monotonic() + timeout
         while True:
             codes = self.poll()
             if None not in codes:
                 return [int(c or 0) for c in codes]
             if any(codes):
-                deadline = min(deadline, time.monotonic() + 10)
+                deadline = min(deadline, time.monotonic() + 60)
             if time.monotonic() > deadline:
                 self.signal(signal.SIGUSR1)  # makes each of them print where it is
                 time.sleep(0.5)

@@ -43,8 +43,9 @@ def scaled(path: Path, run: Path, dataset: str) -> RunConfig:
         cfg.model.freqkv = {**cfg.model.freqkv, "capacity": 7, "sink": 2}
     if "pause_token_id" in cfg.ponder.options:
         cfg.ponder.options["pause_token_id"] = VOCAB - 1
-    ends = [cfg.ponder.options[part] for part in ("prelude", "coda") if part in cfg.ponder.options]
-    if ends:  # and one layer that is repeated
-        cfg.model.num_layers = sum(ends) + 1
+    ends = [part for part in ("prelude", "coda") if part in cfg.ponder.options]
+    if ends:  # one layer each, and one that is repeated
+        cfg.ponder.options |= dict.fromkeys(ends, 1)
+        cfg.model.num_layers = len(ends) + 1
     cfg.run = str(run)
     return cfg

@@ -119,7 +119,7 @@ def trained() -> list[Path]:
 def train_all(folder: str, dataset: str) -> dict[str, list[dict[str, Any]]]:
     """In a worker: two steps of every configuration; the rows of its metrics by file.
 
-    Files that differ in size alone are one run once they are scaled down: it is trained once.
+    Files that differ in sizes, rates and intervals alone are one run once they are scaled down: it is trained once.
     """
     from megaponder.training.job import train
 
@@ -127,7 +127,8 @@ def train_all(folder: str, dataset: str) -> dict[str, list[dict[str, Any]]]:
     rows = {}
     for path in trained():
         cfg = scaled(path, Path(folder) / path.stem, dataset)
-        same = json.dumps(asdict(cfg) | {"run": None, "optimizer": asdict(cfg.optimizer) | {"lr": None}}, default=str)
+        kinds = {"run": None, "optimizer": cfg.optimizer.kind, "schedule": cfg.schedule.kind, "checkpoint": None}
+        same = json.dumps(asdict(cfg) | kinds | {"train": asdict(cfg.train) | {"eval_every": None}}, default=str)
         if same not in done:
             train(cfg)
             done[same] = Path(cfg.run)

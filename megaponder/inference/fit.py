@@ -17,17 +17,28 @@ CLOSE = 0.005
 
 
 def fit_threshold(
-    engine: Engine, cfg: RunConfig, prefixes: Sequence[str], depth: float, batch: int, limit: int, tries: int = 16
+    engine: Engine,
+    cfg: RunConfig,
+    prefixes: Sequence[str],
+    depth: float,
+    batch: int,
+    limit: int,
+    tries: int = 16,
+    known: dict[float, float] | None = None,
 ) -> float:
     """The threshold at which the first `limit` targets of each dataset have this mean depth, as nearly as one has it.
 
     By bisection of the threshold's logit.  The engine holds the model of `cfg` and is left with that threshold.
+    `known` are mean depths of the same model and data by logit, and gets those that are measured.
     """
-    options = engine.stage.method.options
+    options, known = engine.stage.method.options, {} if known is None else known
 
     def measured(logit: float) -> float:
         options.threshold = 1 / (1 + math.exp(-logit))
-        return together([decided(engine, cfg, prefix, batch, None, limit) for prefix in prefixes]).stats["mean_depth"]
+        if logit not in known:
+            parts = [decided(engine, cfg, prefix, batch, None, limit) for prefix in prefixes]
+            known[logit] = together(parts).stats["mean_depth"]
+        return known[logit]
 
     measured(nearest(measured, -20.0, 20.0, depth, tries, within=CLOSE))
     return float(options.threshold)

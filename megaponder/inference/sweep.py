@@ -48,6 +48,7 @@ def sweep(
     Measured on `limit` targets of each dataset after `skip` others, on which thresholds are fitted.
     """
     method, found = cfg.ponder.method, []
+    known: dict[float, float] = {}  # of the one model whose threshold is fitted
 
     def scored(engine: Engine, changed: RunConfig) -> Score:
         return together([score(engine, changed, prefix, batch, length, limit, skip) for prefix in prefixes])
@@ -55,7 +56,7 @@ def sweep(
     def measure(changed: RunConfig, variant: str, kind: str, depth: float | None = None) -> None:
         with reference.engine(changed, variants.own_weights(changed, state)) as engine:
             if depth is not None:
-                fitted = fit.fit_threshold(engine, changed, prefixes, depth, batch, skip)
+                fitted = fit.fit_threshold(engine, changed, prefixes, depth, batch, skip, known=known)
                 changed = variants.with_threshold(changed, fitted)
                 variant += f", threshold {fitted:.4g}"
             found.append(_told(scored(engine, changed), variant, kind))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from megaponder.config.gpus import Gpu
@@ -83,14 +85,15 @@ class Plan:
 
 def own_parameters(method: Any, layers: int) -> OwnParameters:
     """The method's own parameters, which are built to be counted."""
+    from megaponder.ponder.facts import on_paper  # needs torch
 
-    def count(modules: dict[str, Any]) -> int:
-        return sum(p.numel() for module in modules.values() for p in module.parameters())
+    def count(build: Callable[[], dict[str, Any]]) -> int:
+        return sum(p.numel() for module in on_paper(build).values() for p in module.parameters())
 
     return OwnParameters(
-        count(method.entry_modules()),
-        tuple(count(method.layer_modules(i)) for i in range(layers)),
-        count(method.exit_modules()),
+        count(method.entry_modules),
+        tuple(count(partial(method.layer_modules, i)) for i in range(layers)),
+        count(method.exit_modules),
     )
 
 

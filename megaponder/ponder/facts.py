@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from megaponder.config.method_facts import MethodFacts, MethodLike
 from megaponder.ponder.base import Method
+
+Modules = dict[str, nn.Module]
 
 
 def facts_of(method: MethodLike, seed: int = 0) -> MethodFacts:
@@ -43,8 +47,15 @@ def _has_parameters(method: MethodLike) -> bool:
     """Whether the method builds modules; without memory for them, since gates can be large."""
     if not isinstance(method, Method):
         return False
+    return bool(
+        on_paper(method.entry_modules) or on_paper(lambda: method.layer_modules(0)) or on_paper(method.exit_modules)
+    )
+
+
+def on_paper(build: Callable[[], Modules]) -> Modules:
+    """The modules that a method builds, without memory for them; with it where a constructor reads a value."""
     try:
         with torch.device("meta"):
-            return bool(method.entry_modules() or method.layer_modules(0) or method.exit_modules())
-    except (RuntimeError, NotImplementedError):  # a constructor reads a value, so there is a module
-        return True
+            return build()
+    except (RuntimeError, NotImplementedError):
+        return build()

@@ -73,7 +73,7 @@ def test_the_first_part_of_every_source(tmp_path: Path) -> None:
 
 
 def test_rows_differ_in_what_they_say_alone(tmp_path: Path) -> None:
-    folder = write(tmp_path / "c")
+    folder = write(tmp_path / "c", documents=60)
     text = corpus.ready(folder, None, SIZES["tiny"].vocab - 1, tmp_path / "work", workers=1)
     assert set(text.heldout) == {"all", "prose", "gov-law"} and "SOURCES.md" in text.files
     every = rows("tiny")
@@ -188,7 +188,7 @@ def test_a_row_trains_and_is_evaluated_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", forks.python())
-    folder = write(tmp_path / "c")
+    folder = write(tmp_path / "c", documents=60)
     places = ["--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
     words = ["--corpus", str(folder), "--size", "tiny", *places]
     assert main([*words, "--rows", "ponderlm", "--minutes", "0.5"]) == 0

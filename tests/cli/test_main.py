@@ -219,7 +219,7 @@ def test_what_is_in_the_way_of_a_run_is_named(tmp_path: Path) -> None:
         "ranks": "there is a file where a folder should be",
     }
     lines = [["train", str(tmp_path / "own.yaml"), "--run", str(tmp_path / name)] for name in expected]
-    ended = run_workers("tests.cli.test_main:answers", 1, args={"lines": lines}, timeout=120)[0]
+    ended = run_workers("tests.cli.test_main:answers", 1, args={"lines": lines}, timeout=600)[0]
     for (code, words), (name, sentence) in zip(ended, expected.items(), strict=True):
         assert code == 2, words
         assert f"error: {tmp_path / name / name}: {sentence}; move it away" in words and "Traceback" not in words
@@ -287,10 +287,12 @@ def test_under_a_launcher_one_process_speaks(
     assert capsys.readouterr().err == f"error on {os.uname().nodename}: the same\n"
 
 
-def python(*words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def python(
+    *words: str, env: dict[str, str] | None = None, program: str = sys.executable
+) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=300,
+        [program, *words], capture_output=True, text=True, timeout=300,
         env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | (env or {}),
     )  # fmt: skip
 
@@ -314,8 +316,8 @@ def test_starting_needs_neither_torch_nor_megatron() -> None:
 
 def test_torchrun_prints_one_error(tmp_path: Path, run_file: str) -> None:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megaponder"]
-    env = {"TMPDIR": str(tmp_path), "PYTHON_EXEC": forks.python()}  # its two processes are forked
-    done = python(*launch, "train", run_file, "--parallel.tensor", "5", env=env)
+    env = {"TMPDIR": str(tmp_path), "PYTHON_EXEC": forks.python()}  # it and its two processes are forked
+    done = python(*launch, "train", run_file, "--parallel.tensor", "5", env=env, program=forks.python())
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.startswith("error")]
     assert len(lines) == 1, done.stderr

@@ -22,7 +22,7 @@ def test_all_steps_end_and_leave_what_they_promise(
 ) -> None:
     out = tmp_path / "demo"
     command = [forks.python(), "-m", "megaponder", "demo", "--quick", "--out", str(out)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
     assert (out / "validation.png").stat().st_size > 1000 and "validation" in ended.stdout
     assert "the same embedding scale and initialisation" in ended.stdout

@@ -92,12 +92,12 @@ def test_pruned_latents_are_left_out_of_a_hard_evaluation() -> None:
     assert found[0.0] == 0 and found[0.3] > 0.01
 
 
-def _trained(method: str, options: dict[str, Any], statistic: str) -> float:
-    """Mean of a statistic over the last 15 of 40 steps."""
+def _trained(method: str, options: dict[str, Any], statistic: str, steps: int) -> float:
+    """Mean of a statistic over the last third of so many steps."""
     engine = _engine(Case("llama", method, options), disturbed=False)
     trained = [p for p in engine.stage.parameters() if p.requires_grad]
     optimizer, values = torch.optim.Adam(trained, lr=3e-3), []
-    for step in range(40):
+    for step in range(steps):
         engine.zero_grad()
         out = engine.forward_backward([_batch(step, rows=8)], step, train=True)
         for p in trained:
@@ -105,7 +105,8 @@ def _trained(method: str, options: dict[str, Any], statistic: str) -> float:
         optimizer.step()
         engine.settle(out, step)
         values.append(out.stats[statistic])
-    return sum(values[-15:]) / 15
+    last = values[-(steps // 3) :]
+    return sum(last) / len(last)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def _trained(method: str, options: dict[str, Any], statistic: str) -> float:
     [("ponderlm3", {"latents": 2, "jacobi": 1}), ("adaptive_cot", {}), ("confident_ponderlm", {})],
 )
 def test_depth_follows_the_target(method: str, options: dict[str, Any]) -> None:
-    depths = [_trained(method, options | {"target": t}, "wanted_depth") for t in (0.4, 0.6, 0.8)]
+    depths = [_trained(method, options | {"target": t}, "wanted_depth", 15) for t in (0.4, 0.6, 0.8)]
     assert depths[0] < depths[1] < depths[2]
 
 
@@ -127,5 +128,5 @@ def test_depth_follows_the_target(method: str, options: dict[str, Any]) -> None:
 def test_depth_follows_the_cost(
     method: str, options: dict[str, Any], weights: tuple[float, ...], statistic: str
 ) -> None:
-    depths = [_trained(method, options | {"cost_weight": w}, statistic) for w in weights]
+    depths = [_trained(method, options | {"cost_weight": w}, statistic, 30) for w in weights]
     assert depths[0] > depths[1] > depths[2]

@@ -27,20 +27,20 @@ CASES = [
     ("pythia", "pause", {"method_options": {"pauses": 2, "pause_token_id": 100}}),  # the pause token is a padding row
     ("llama", "ponderlm_top", {"tie_word_embeddings": True}),
     ("gpt2", "vanilla", {"embedding_scale": 2.0}),  # a scaled, tied table: no native format holds it
-    ("pythia", "vanilla", {"num_key_value_heads": 2}),
     ("gpt2", "ponderlm3", {"max_position_embeddings": 16}),
     ("llama", "adaponderlm", {}),
     ("pythia", "adaptive_cot", {}),
     ("llama", "parcae", {"qk_norm": "rotated"}),
     # few positions, so that few refinements are enough
     ("llama", "ponderlm2", {"max_position_embeddings": 16, "qk_norm": "head", "head_size": 12}),
-    ("pythia", "loop", {"norm_placement": "sandwich"}),
     ("llama", "loop", {"norm_placement": "stream", "qkv_bias": "qk", "rotary_pairs": "adjacent", "activation": "relu"}),
-    ("gpt2", "loop", {"norm": "rmsnorm", "activation": "swiglu", "output_bias": False, "head_size": 6}),
 ]
 if WHOLE:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40}
     CASES += [
+        ("gpt2", "loop", {"norm": "rmsnorm", "activation": "swiglu", "output_bias": False, "head_size": 6}),
+        ("pythia", "loop", {"norm_placement": "sandwich"}),
+        ("pythia", "vanilla", {"num_key_value_heads": 2}),
         ("pythia", "loop", {}),
         ("pythia", "ponderlm", {"parallel_residual": False}),
         ("llama", "pause", {}),

@@ -45,7 +45,7 @@ def environment(fakes: Path, **more: str) -> dict[str, str]:
 
 def launch(script: Path, fakes: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(script), *arguments]
-    return subprocess.run(command, env=environment(fakes, **more), capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=environment(fakes, **more), capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: s.name)
@@ -151,20 +151,20 @@ def test_signals_reach_the_ranks(fakes: Path, number: int, want: int) -> None:
     traps += "\ntrap 'echo 130 > \"$MEGAPONDER_EXIT_FILE\"; exit 1' INT"
     process = begun(SCRIPTS[0], fakes, traps)
     process.send_signal(number)
-    assert process.wait(timeout=30) == want, process.stderr.read()  # type: ignore[union-attr]
+    assert process.wait(timeout=300) == want, process.stderr.read()  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("number", "want"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_ranks_that_a_signal_kills_before_they_listen(fakes: Path, number: int, want: int) -> None:
     process = begun(SCRIPTS[0], fakes, "trap 'exit 1' TERM INT")
     process.send_signal(number)
-    assert process.wait(timeout=30) == want
+    assert process.wait(timeout=300) == want
 
 
 def test_torchrun_survives_usr1(fakes: Path) -> None:
     process = begun(SCRIPTS[0], fakes, "kill -USR1 $$")
     process.send_signal(signal.SIGUSR1)
-    assert process.wait(timeout=30) == 75
+    assert process.wait(timeout=300) == 75
 
 
 def test_without_configuration_prints_usage(fakes: Path) -> None:
@@ -210,7 +210,7 @@ def test_the_sign_before_the_limit_saves_and_requeues(fakes: Path) -> None:
     process = begun(SCRIPTS[1], fakes, ":", SLURM_JOB_ID="34", PREFLIGHT="0", **SLURM)
     time.sleep(0.2)
     process.send_signal(signal.SIGUSR1)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 75, err
     assert "The time limit is near: saving." in out and "requeued 34" in out
 

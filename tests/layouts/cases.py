@@ -320,6 +320,23 @@ REPRESENTATIVES = (
     "everything-deep",
     "eslm-global",
 )
+FEW = ("ponderlm-pythia", "adaptive-cot-skip-gqa", "huginn-llama", "depth-across-gqa", "everything-llama")
+"""In layouts that differ in one respect from others that run more."""
+SIMILAR = (
+    "vanilla-pythia",
+    "loop-llama-gqa",
+    "ponderlm-newest-gentle",
+    "ponderlm3-llama-gqa",
+    "ponderlm3-pythia-deep",
+    "adaponderlm-llama-gqa",
+    "adaponderlm-pythia-deep",
+    "adaptive-cot-llama-gqa",
+    "adaptive-cot-pythia-deep",
+    "pruned-pythia",
+    "confident-pythia",
+    "nanbeige-split",
+)
+"""On ranks of one kind, another case of the method does all that these do; three stages have them all."""
 CONTEXT = (
     "vanilla-llama-tied",
     "ponderlm3-pythia-deep",
@@ -340,19 +357,19 @@ LAYOUTS = {
         batch=1, deep=True, every=False, sample=REPRESENTATIVES + DOCUMENTS, evaluate=True, documents=True
     ),
     "one-batch4-recompute": Layout(batch=4, recompute="layer", every=False),
-    "one-recompute-some": Layout(recompute="layer", parts=1, every=False),
-    "tp2": Layout(tensor=2, every=False),
+    "one-recompute-some": Layout(recompute="layer", parts=1, every=False, sample=FEW),
+    "tp2": Layout(tensor=2, every=False, sample=FEW),
     "tp2-sp": Layout(tensor=2, sequence=True, evaluate=True),
     "tp2-sp-recompute-batch4": Layout(tensor=2, sequence=True, recompute="layer", batch=4, every=False),
-    "pp2": Layout(pipeline=2, deep=True, evaluate=True),
-    "pp2-batch1": Layout(pipeline=2, batch=1, every=False),
+    "pp2": Layout(pipeline=2, deep=True),
+    "pp2-batch1": Layout(pipeline=2, batch=1, every=False, sample=FEW),
     "pp2-recompute": Layout(pipeline=2, recompute="layer", every=False),
-    "dp2": Layout(data=2, every=False),
+    "dp2": Layout(data=2, every=False, sample=FEW),
     "dp2-overlap": Layout(data=2, batch=1, overlap=True, every=False),
     "dp2-distopt-overlap": Layout(data=2, batch=1, distributed_optimizer=True, overlap=True, every=False, methods=True),
     "pp3": Layout(pipeline=3, batch=1, deep=True),
     "pp4": Layout(pipeline=4, batch=1, deep=True, every=False),
-    "tp2-pp2": Layout(tensor=2, pipeline=2, every=False),
+    "tp2-pp2": Layout(tensor=2, pipeline=2, every=False, sample=FEW),
     "tp2-sp-pp2-recompute": Layout(
         tensor=2, pipeline=2, sequence=True, recompute="layer", deep=True, every=False, evaluate=True
     ),
@@ -428,7 +445,8 @@ def cases_of(layout: Layout) -> list[str]:
         sample = REPRESENTATIVES if layout.sample is None else layout.sample
         first = layout.methods and (case.method, case.skip) not in known
         known.add((case.method, case.skip))
-        if WHOLE or layout.every or first or name in sample or (layout.overlap and name == DRAWN):
+        every = layout.every and (name not in SIMILAR or layout.world != 2)
+        if WHOLE or every or first or name in sample or (layout.overlap and name == DRAWN):
             found.append(name)
     return found
 

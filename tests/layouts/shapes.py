@@ -42,7 +42,7 @@ class Layout:
     deep: bool = False
     """Cases with more than two layers run here too."""
     every: bool = True
-    """All cases run here, or only `sample`."""
+    """All cases run here (on two ranks without `SIMILAR`), or only `sample`."""
     sample: tuple[str, ...] | None = None
     """None: `REPRESENTATIVES`."""
     methods: bool = False

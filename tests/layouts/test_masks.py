@@ -10,10 +10,10 @@ import torch
 
 from tests.distributed import run_workers
 from tests.gpu import one_card
-from tests.layouts.cases import CASES, LAYOUTS, run_config
+from tests.layouts.cases import CASES, LAYOUTS, WHOLE, run_config
 
 HALTING = ["adaponderlm-llama-gqa", "adaptive-cot-llama-gqa", "ponderlm3-llama-gqa", "adaptive-cot-skip-gqa"]
-SHAPES = ["one-batch1", "tp2-pp2", "tp2-sp-pp2-recompute"]
+SHAPES = ["one-batch1", *(["tp2-pp2"] if WHOLE else []), "tp2-sp-pp2-recompute"]
 
 
 def riders(layout: str, dtype: str) -> dict[str, dict[int, np.ndarray]]:

@@ -36,7 +36,7 @@ def server() -> Iterator[HttpServer]:
 
 
 def connect(server: HttpServer, request: bytes = b"") -> socket.socket:
-    made = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    made = socket.create_connection(("127.0.0.1", server.port), timeout=60)
     made.sendall(request)
     return made
 
@@ -52,7 +52,7 @@ def descriptors() -> int:
 
 def test_requests_are_answered(server: HttpServer) -> None:
     url = f"http://127.0.0.1:{server.port}/metrics?name=a"
-    with urllib.request.urlopen(urllib.request.Request(url, headers={"Accept": "text/x"}), timeout=10) as answer:
+    with urllib.request.urlopen(urllib.request.Request(url, headers={"Accept": "text/x"}), timeout=60) as answer:
         assert json.load(answer) == {"PATH_INFO": "/metrics", "QUERY_STRING": "name=a", "HTTP_ACCEPT": "text/x"}
     head, _, body = ask(server, b"GET /big HTTP/1.0\n\n").partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 OK") and body == BIG
@@ -69,7 +69,7 @@ def test_idle_slow_and_many_connections_are_shed(server: HttpServer, monkeypatch
     with ExitStack() as stack:
         idle = [stack.enter_context(connect(server, b"GET /met")) for _ in range(10 * MOST)]
         idle += [stack.enter_context(connect(server, b"GET /big HTTP/1.1\r\n\r\n")) for _ in range(3)]  # nobody reads
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while descriptors() - before - len(idle) > MOST and time.monotonic() < deadline:
             time.sleep(0.01)
         assert descriptors() - before - len(idle) <= MOST

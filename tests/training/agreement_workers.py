@@ -124,7 +124,7 @@ def two_nodes(jobs: dict[str, dict[str, Any]], root: str, ports: list[int]) -> d
     }
     found: dict[str, Any] = {}
     for name, job in jobs.items():
-        ranks.PATIENCE = 15.0 if name in ("stale-once", "stale-first", "rolled-back", "none") else 1.0
+        ranks.PATIENCE = 120.0 if name in ("stale-once", "stale-first", "rolled-back", "none") else 1.0
         faults[name](Path(job["run"]))
         found[name] = fault_workers._train(job, lambda error: f"{error.exit_code}: {error}")
     found["preflights"] = [

@@ -37,4 +37,4 @@ def test_all_stages_fill_histories_together(tmp_path: Path) -> None:
     for name in ("train", "valid"):
         datasets.write(tmp_path / name, tokens=400, seed=1)
     job = {"run": str(tmp_path / "run"), "data": str(tmp_path), "parallel__pipeline": 2}
-    assert run_workers("tests.training.test_canary:fills", 2, args={"job": job}, timeout=120) == [[2, 2, 0]] * 2
+    assert run_workers("tests.training.test_canary:fills", 2, args={"job": job}, timeout=600) == [[2, 2, 0]] * 2

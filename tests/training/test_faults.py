@@ -169,13 +169,13 @@ def test_a_lost_rank_ends_the_others_with_a_sentence(base: Base, number: int, wo
         _until(lambda: len(read(path / "metrics.jsonl")) > 2, 600, workers)
         os.kill(workers.pids[1], number)
         begin = time.monotonic()
-        _until(lambda: workers.poll()[0] is not None, 200, workers)
+        _until(lambda: workers.poll()[0] is not None, 500, workers)
         assert workers.poll()[0] == 69, workers.output()
         said = workers.output(0)
         assert "error: Rank 0 " in said and "rank 1 on " in said and words in said and "Traceback" not in said
         assert (base.root / f"lost-{number}.exit").read_text() == "69\n"
         if number == signal.SIGSTOP:
-            assert time.monotonic() - begin < 120
+            assert time.monotonic() - begin < 300, "sooner than the process group's time-out"
             assert "warning: no progress" in said and (path / "stacks" / "00000.txt").exists()
     finally:
         workers.kill()
@@ -189,11 +189,10 @@ def test_a_collective_that_one_rank_does_not_enter(base: Base, fault: str, words
     """Left out, the next one does not match and gloo ends that rank; late, the process group's time-out ends all."""
     path = base.root / f"collective-{fault[:4]}"
     job = {"run": str(path), "data": base.data, "train__eval_batches": 0, "checkpoint__every": 2}
-    workers = Workers(
-        f"{HERE}:command", 2, {"hang": 4.0, "deadline": 1000.0, "fault": fault, "parallel__timeout_minutes": 0.25} | job
-    )
+    job["parallel__timeout_minutes"] = 0.25 if fault == "late" else 5.0
+    workers = Workers(f"{HERE}:command", 2, {"hang": 4.0, "deadline": 1000.0, "fault": fault} | job)
     try:
-        _until(lambda: workers.poll()[0] is not None, 300, workers)
+        _until(lambda: workers.poll()[0] is not None, 600, workers)
         said = workers.output(0)
         assert workers.poll()[0] == 69 and "Traceback" not in said, workers.output()
         assert "error: Rank 0 lost another rank in forward_backward of step 3: " in said and words in said
@@ -261,7 +260,7 @@ def test_process_groups_that_do_not_end_are_left(base: Base) -> None:
     job = {"run": str(base.root / "never-leaves"), "data": base.data, "train__steps": 2, "train__eval_batches": 0}
     workers = Workers(f"{HERE}:never_leaves", 2, job)
     try:
-        assert workers.join(120) == [0, 0]
+        assert workers.join(600) == [0, 0]
         assert all("the process groups did not shut down within" in workers.output(rank) for rank in range(2))
     finally:
         workers.kill()

@@ -179,7 +179,7 @@ def test_other_data_on_another_node(base: Base, data: str, tmp_path: Path, prefl
     dump(config(str(tmp_path / "run"), str(tmp_path / "data")), tmp_path / "run.yaml")
     workers = Workers(f"{HERE}:other_node", 2, {"root": str(tmp_path), "preflight": preflight})
     try:
-        codes = workers.join(120)
+        codes = workers.join(600)
         said = workers.output(0) + workers.output(1)
         if "no mount namespace" in said:
             pytest.skip("this process may not make a mount namespace")

@@ -1,7 +1,7 @@
 """The commands as a user types them: text, `prepare`, then `train` alone and under torchrun; one series of losses.
 
-Only torchrun itself and the run of one process are started as programs of their own: everything else is the same
-command line without the imports.
+Only the run of one process is started as a program of its own: everything else is the same command line without the
+imports.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ WORDS = ["a", "tale", "of", "two", "processes", "that", "count", "alike"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--"]
 
 
-def python(folder: Path, *words: str) -> str:
+def python(folder: Path, program: str, *words: str) -> str:
     """What the command prints; all of it in the failure's message.  Processes that torchrun starts are forked."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=600,
+        [program, *words], cwd=folder, capture_output=True, text=True, timeout=600,
         env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": forks.python()},
     )  # fmt: skip
     assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
@@ -71,6 +71,7 @@ def two_nodes(folder: Path, *words: str) -> str:
     shared = os.environ | {
         "PATH": path, "PYTHONPATH": str(ROOT), "PYTHON_EXEC": forks.python(), "NNODES": "2", "NPROC": "1",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+        "LAUNCHER": f"{forks.python()} -m torch.distributed.run",
     }  # fmt: skip
     script = ["bash", str(ROOT / "launch" / "torchrun.sh"), *words]
     nodes = [
@@ -99,9 +100,9 @@ def test_two_processes_give_the_series_of_one(tmp_path: Path) -> None:
     command(tmp_path, 1, *prepare, "lines.txt", "--txt-split", "line", "--output", "data/lines")
     command(tmp_path, 1, *prepare, "json.jsonl", "--output", "data/json")
     train = ["train", "run.yaml", "--run"]
-    python(tmp_path, "-m", "megaponder", *train, "one")
+    python(tmp_path, sys.executable, "-m", "megaponder", *train, "one")
     printed = [
-        python(tmp_path, *TORCHRUN, "megaponder", *train, "pp2", "--parallel.pipeline", "2"),
+        python(tmp_path, forks.python(), *TORCHRUN, "megaponder", *train, "pp2", "--parallel.pipeline", "2"),
         command(tmp_path, 2, *train, "tp2", "--parallel.tensor", "2"),
         two_nodes(tmp_path, "run.yaml", "--run", "nodes", "--parallel.pipeline", "2"),
     ]

@@ -194,7 +194,8 @@ class Huginn(Recurrent):
     def entry_modules(self) -> dict[str, nn.Module]:
         h = self.shape.hidden_size
         adapter, std = nn.Linear(2 * h, h, bias=False), sigma(h)
-        nn.init.trunc_normal_(adapter.weight, std=std, a=-3 * std, b=3 * std)
+        if not adapter.weight.is_meta:  # which has no values to draw again
+            nn.init.trunc_normal_(adapter.weight, std=std, a=-3 * std, b=3 * std)
         return {"adapter": adapter}
 
     def into_coda(self, p: Pass, rows: Tensor, carry: dict[str, Tensor], tools: ExitTools) -> Tensor:
