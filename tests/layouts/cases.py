@@ -9,6 +9,7 @@ from typing import Any
 
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import ModelConfig, ParallelConfig, RunConfig
+from tests.layouts.samples import CONTEXT, DOCUMENTS, EXPERTS, FEW, REPRESENTATIVES, SIMILAR
 from tests.layouts.shapes import Case, Layout
 
 SEQUENCES, LENGTH, VOCAB = 4, 12, 93  # a vocabulary that is a multiple of nothing
@@ -306,51 +307,6 @@ TRUNCATED = ("huginn", "retrofit", "parcae")
 """Methods whose first passes have no gradient."""
 
 
-REPRESENTATIVES = (
-    "vanilla-llama-tied",
-    "ponderlm-pythia",
-    "ponderlm2-llama-gqa",
-    "adaptive-cot-skip-gqa",
-    "qk-norm-gqa",
-    "sandwich-gqa",
-    "huginn-llama",
-    "parcae-llama",
-    "depth-across-gqa",
-    "everything-llama",
-    "everything-deep",
-    "eslm-global",
-)
-FEW = ("ponderlm-pythia", "adaptive-cot-skip-gqa", "huginn-llama", "depth-across-gqa", "everything-llama")
-"""In layouts that differ in one respect from others that run more."""
-SIMILAR = (
-    "vanilla-pythia",
-    "loop-llama-gqa",
-    "ponderlm-newest-gentle",
-    "ponderlm3-llama-gqa",
-    "ponderlm3-pythia-deep",
-    "adaponderlm-llama-gqa",
-    "adaponderlm-pythia-deep",
-    "adaptive-cot-llama-gqa",
-    "adaptive-cot-pythia-deep",
-    "pruned-pythia",
-    "confident-pythia",
-    "nanbeige-split",
-)
-"""On ranks of one kind, another case of the method does all that these do; three stages have them all."""
-CONTEXT = (
-    "vanilla-llama-tied",
-    "ponderlm3-pythia-deep",
-    "adaptive-cot-skip-gqa",
-    "features-parallel",
-    "huginn-llama",
-    "eslm-entropy-losses",
-    "eslm-micro-skip",
-)
-"""What ranks that share sequences do each in its own way: rows, key bias, a sum over a sequence, sets of keys, gathered
-rows, learned positions, noise."""
-EXPERTS = ("moe-loop-gqa", "moe-bias-latents")
-DOCUMENTS = ("window-yarn-gqa", "adaponderlm-llama-gqa", "adaptive-cot-llama-gqa", "parcae-llama")
-"""With documents: masks, windows, a share of a document's tokens, draws."""
 LAYOUTS = {
     "one-batch1": Layout(batch=1, deep=True, evaluate=True),
     "one-documents": Layout(
