@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
 OLDEST := $(VENV)/oldest-transformers
 NEWEST := $(VENV)-newest
+DEEPSPEED := $(VENV)/deepspeed
+# What runs DeepSpeed; where it is not installed these tests are skipped.
+ON_DEEPSPEED := tests/engine/test_zero.py tests/training/test_deepspeed.py
 # What runs with the newest of everything: all that touches megatron-core.
 ON_NEWEST := tests/layouts tests/engine tests/backbone tests/checkpoint tests/training tests/test_old_files.py tests/docs/test_megatron.py
 DEMO ?= demo-run
@@ -25,7 +28,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.ma
 # PyTorch and megatron-core anew, for 20 seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-newest suite oldest lint format docs env clean help
+.PHONY: demo test test-newest test-deepspeed suite oldest lint format docs env clean help
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "make %-11s %s\n", $$1, $$2}'
@@ -51,6 +54,9 @@ test-newest: ## What touches megatron-core, with the newest packages (make test-
 	$(NEWEST)/bin/python -m pip install --quiet --no-compile --upgrade --editable '.[export,parquet]' pytest pytest-xdist hypothesis
 	$(NEWEST)/bin/python -m pip list | grep -E '^(torch|megatron-core|numpy|transformers) '
 	$(NEWEST)/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(ON_NEWEST) $(PYTEST_ARGS)
+
+test-deepspeed: $(DEEPSPEED) ## The second engine's tests, with DeepSpeed beside the environment
+	PYTHONPATH=$(DEEPSPEED) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ON_DEEPSPEED) $(PYTEST_ARGS)
 
 lint: env ## ruff, mypy, codespell, shellcheck, hadolint
 	$(BIN)/ruff check .
@@ -84,6 +90,12 @@ $(STAMP): pyproject.toml setup.py constraints.txt docker/install.sh
 $(OLDEST): | $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --target $@.partial \
 	  transformers==4.51.3 'tokenizers>=0.21,<0.22' 'huggingface-hub>=0.30,<1'
+	mv $@.partial $@
+
+# The version that docs/deepspeed.md names; it is pure Python, and compiles nothing that is used here.
+$(DEEPSPEED): | $(STAMP)
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-deps --no-compile --target $@.partial \
+	  deepspeed==0.19.8 einops hjson msgpack ninja py-cpuinfo
 	mv $@.partial $@
 
 clean: ## Remove the environment, caches and the demo's folder

@@ -3,6 +3,7 @@
     python -m benchmarks.training methods                     one GPU
     torchrun --nproc-per-node 2 -m benchmarks.training two-gpus
     torchrun --nproc-per-node 2 -m benchmarks.training long --steps 2 --warm 1
+    torchrun --nproc-per-node 2 -m benchmarks.training engines
     python -m benchmarks.training --list
 
 A step is forward, backward, gradient reduction, clipping and AdamW of `--micro-batches` micro-batches of random tokens,
@@ -54,6 +55,9 @@ def config(row: Row, micro_batches: int, world: int | None = None) -> RunConfig:
     p.tensor, p.pipeline, p.context, p.sequence = row.tensor, row.pipeline, row.context, row.tensor > 1
     p.experts = row.experts
     p.distributed_optimizer, p.recompute = True, "layer" if row.recompute else "none"
+    if row.zero is not None:
+        cfg.train.engine, p.zero_stage, p.offload = "deepspeed", row.zero, row.offload  # type: ignore[assignment]
+        p.overlap_grad_reduce = True
     dp = world // p.replica
     cfg.train.steps, cfg.train.micro_batch = 100, row.batch
     cfg.train.global_batch = row.batch * micro_batches * dp
@@ -79,7 +83,7 @@ def ours(row: Row, micro_batches: int) -> tuple[Callable[[int], float], dict[str
     from megaponder.engine import build, groups
     from megaponder.plan import flops
     from megaponder.ponder.settings import method_of
-    from megaponder.training.optimizer import build_optimizer
+    from megaponder.training import engines
     from megaponder.training.step import gradient_norm, update
 
     cfg = config(row, micro_batches)
@@ -89,8 +93,7 @@ def ours(row: Row, micro_batches: int) -> tuple[Callable[[int], float], dict[str
         _halt_at_random(method, row.halted)
     build.initialise = _quick_weights  # type: ignore[assignment]
     depth.kernel = (lambda: None) if row.unfused else fused_depth  # type: ignore[assignment]
-    engine = build.build_engine(cfg, method, place)
-    optimizer = build_optimizer(cfg, engine.ddp)
+    engine, optimizer = engines.build(cfg, method, place)
     for group in optimizer.param_groups:
         group["lr"] = 1e-5
     draw = torch.Generator("cuda").manual_seed(1 + place.dp_rank)
@@ -245,6 +248,8 @@ def measure(row: Row, args: argparse.Namespace) -> dict[str, Any]:
     seconds = statistics.median(times)
     tokens = row.batch * count * row.length * (devices // (row.tensor * row.pipeline * row.context))
     engine = facts.pop("engine")
+    if row.zero is not None:
+        engine.close()
     rate = tokens / seconds / devices
     return {
         "name": row.name, "row": vars(row), "micro_batches": count, "devices": devices,
@@ -317,7 +322,7 @@ def check_gpus(table: str) -> int:
     local, world = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if (cards := torch.cuda.device_count()) <= local:
         raise UserError(f"benchmarks.training needs a GPU for each of its processes; this machine has {cards}.")
-    if table in ("two-gpus", "long") and world != 2:
+    if table in ("two-gpus", "long", "engines") and world != 2:
         fix = f"torchrun --nproc-per-node 2 -m benchmarks.training {table}"
         raise UserError(f"{table}: {world} process(es), where its rows need 2; start it with {fix}.")
     return local

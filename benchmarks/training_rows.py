@@ -37,6 +37,10 @@ class Row:
     """Depth-Attention by PyTorch's operations."""
     length: int = LENGTH
     """Tokens of a sequence."""
+    zero: int | None = None
+    """ZeRO's stage, on DeepSpeed; None: megatron-core."""
+    offload: str = "none"
+    """What DeepSpeed keeps in main memory."""
 
 
 PONDER = ("ponderlm", {"steps": 3})
@@ -159,6 +163,20 @@ def _long() -> list[Row]:
     ]  # fmt: skip
 
 
+def _engines() -> list[Row]:
+    common: dict[str, Any] = {"batch": 2, "micro_batches": 4}
+    first = [
+        Row(f"megatron-core, distributed optimizer, {how}", "llama-2.8b", *PONDER, **common, graphs=how == "captured")
+        for how in ("captured", "eager")
+    ]
+    stages = ((1, "none"), (2, "none"), (2, "optimizer"), (3, "none"), (3, "weights"))
+    return first + [
+        Row(f"DeepSpeed, stage {zero}" + (f", {offload} offloaded" if offload != "none" else ""), "llama-2.8b",
+            *PONDER, **common, zero=zero, offload=offload, graphs=False)
+        for zero, offload in stages
+    ]  # fmt: skip
+
+
 TABLES: dict[str, list[Row]] = {
     "baseline": [*_paired("llama-410m", 8), *_paired("llama-1.4b", 4)],
     "methods": [
@@ -191,5 +209,6 @@ TABLES: dict[str, list[Row]] = {
     "moe": _moe(),
     "moe-two-gpus": _moe(2)[2::3],
     "long": _long(),
+    "engines": _engines(),
 }
 """`one-gpu` is what the ratios of `two-gpus` refer to: run both in one call."""

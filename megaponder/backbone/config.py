@@ -39,6 +39,8 @@ def why_no_graphs(cfg: RunConfig) -> str:
         return "there is no GPU"
     if cfg.parallel.overlap_grad_reduce or cfg.parallel.overlap_param_gather:
         return "overlapped communication is started by hooks, which captured passes do not run"
+    if cfg.train.engine == "deepspeed":
+        return "DeepSpeed reduces and gathers by hooks, which captured passes do not run"
     if cfg.parallel.context > 1:
         return "ranks of parallel.context exchange keys and values inside of a pass"
     if cfg.model.moe:
@@ -67,7 +69,8 @@ def _grad_accum_fusion(cfg: RunConfig) -> bool:
     """
     if cfg.precision.grad_accum_fusion != "auto":
         return bool(cfg.precision.grad_accum_fusion)
-    return cfg.parallel.distributed_optimizer and (use_te(cfg.precision) or _has_apex_kernel())
+    buffers = cfg.parallel.distributed_optimizer and cfg.train.engine == "megatron"
+    return buffers and (use_te(cfg.precision) or _has_apex_kernel())
 
 
 def head_config(config: TransformerConfig) -> TransformerConfig:

@@ -14,10 +14,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
 
-from megaponder.checkpoint import optimizer_state, reader, rng, scales
+from megaponder.checkpoint import optimizer_state, reader, rng, scales, zero_state
 from megaponder.checkpoint.ema import Ema
 from megaponder.checkpoint.model_state import layout, metadata, sharded_state
-from megaponder.checkpoint.state import TrainState, load_state
+from megaponder.checkpoint.state import Contents, TrainState, load_state
+from megaponder.engine.zero import Updates, ZeroOptimizer
 from megaponder.errors import UserError
 from megaponder.ponder.base import PARAMETER_PREFIX
 from megaponder.ranks import gather, on_first_rank
@@ -35,18 +36,41 @@ class OtherModelError(UserError):
         self.difference = difference
 
 
-def resume(path: Path, stage: MegatronModule, optimizer: MegatronOptimizer, ema: Ema | None = None) -> TrainState:
+def resume(path: Path, stage: MegatronModule, optimizer: Updates, ema: Ema | None = None) -> TrainState:
     """Load parameters, optimizer state and, on the layout that saved them, random states.  All ranks call this.
 
     `ema` begins anew if the checkpoint has none.
     """
     state, contents = on_first_rank(lambda: load_state(path))
     names = _stored(path)
-    model = sharded_state(stage)
+    model = _described(stage, optimizer)
     _refuse_absent(path, model, names)
     _refuse_other_shapes(path, model, names)
     if left := _not_wanted(model, names):
         raise OtherModelError(path, f"this model has no parameter for its {_some(left)}")
+    if isinstance(optimizer, ZeroOptimizer):
+        _refuse_absent(path, zero_state.described(optimizer, moments=True), names)
+        zero_state.load(path, optimizer, names, state.updates)
+    else:
+        _resume(path, stage, optimizer, ema, names, contents, state.updates)
+    if contents.layout == layout():
+        rng.load(_load(path, rng.sharded_state()))
+    else:
+        log.info("random states were not loaded: they belong to another layout %s", contents.layout)
+    return state
+
+
+def _resume(
+    path: Path,
+    stage: MegatronModule,
+    optimizer: MegatronOptimizer,
+    ema: Ema | None,
+    names: Shapes,
+    contents: Contents,
+    updates: int,
+) -> None:
+    """What megatron-core's optimizers own, and what depends on it."""
+    model = sharded_state(stage)
     if contents.masters and not optimizer_state.has_masters(stage.parameters()):
         # the saving run was BF16 and this one is FP32: its master weights are more precise
         _rename(model, lambda key: f"{optimizer_state.PREFIX}param.{key}", names)
@@ -57,22 +81,22 @@ def resume(path: Path, stage: MegatronModule, optimizer: MegatronOptimizer, ema:
     fp8 = _scales(stage.fp8, names)
     averages = _averages(ema, model, names)
     loaded = _load(path, {"optimizer": wanted} | averages | ({"fp8": fp8} if fp8 else {}))
-    optimizer_state.load(optimizer, loaded["optimizer"], state.updates)
+    optimizer_state.load(optimizer, loaded["optimizer"], updates)
     if ema is not None and averages:
-        ema.load(loaded["ema"], loaded["optimizer"], state.updates)
+        ema.load(loaded["ema"], loaded["optimizer"], updates)
     elif ema is not None:
         ema.restart()
     if fp8:
         stage.fp8.load_scales(loaded["fp8"])
-    if contents.layout == layout():
-        rng.load(_load(path, rng.sharded_state()))
-    else:
-        log.info("random states were not loaded: they belong to another layout %s", contents.layout)
-    return state
+
+
+def _described(stage: MegatronModule, optimizer: Updates | None) -> dict[str, Any]:
+    """Names and shapes of what this rank needs of the model."""
+    return zero_state.described(optimizer) if isinstance(optimizer, ZeroOptimizer) else sharded_state(stage)
 
 
 def load(
-    path: Path, stage: MegatronModule, optimizer: MegatronOptimizer | None = None, ema: Ema | None = None
+    path: Path, stage: MegatronModule, optimizer: Updates | None = None, ema: Ema | None = None
 ) -> tuple[list[str], list[str]]:
     """Load the weights only; returns the method's parameters that the checkpoint lacks and those that the model lacks.
 
@@ -80,12 +104,15 @@ def load(
     its master weights from the loaded parameters, and `ema` begins with them.
     """
     names = _stored(path)
-    model = sharded_state(stage)
+    model = _described(stage, optimizer)
     lacking = _refuse_absent(path, model, names, may_lack=PARAMETER_PREFIX)
     _refuse_other_shapes(path, model, names)
     left = _not_wanted(model, names)
     if hard := [k for k in left if not k.startswith(PARAMETER_PREFIX)]:
         raise OtherModelError(path, f"this model has no parameter for its {_some(hard)}")
+    if isinstance(optimizer, ZeroOptimizer):
+        zero_state.load(path, optimizer, names, None, lacking)
+        return lacking, left
     _load_model(path, stage, {k: v for k, v in model.items() if getattr(v, "key", k) not in lacking})
     if optimizer is not None:
         optimizer.reload_model_params()

@@ -20,11 +20,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
 
 from megaponder import files
-from megaponder.checkpoint import folder, model_state, optimizer_state, rng, scales, writers
+from megaponder.checkpoint import folder, model_state, optimizer_state, rng, scales, writers, zero_state
 from megaponder.checkpoint.ema import Ema
 from megaponder.checkpoint.manifest import Files
 from megaponder.checkpoint.state import CONFIG, Contents, TrainState, save_state
@@ -33,6 +32,7 @@ from megaponder.checkpoint.writers import Results
 from megaponder.config import yaml_file
 from megaponder.config.load import to_mapping
 from megaponder.config.schema import RunConfig
+from megaponder.engine.zero import Updates, ZeroOptimizer
 from megaponder.errors import UserError
 from megaponder.ranks import gather, largest
 
@@ -70,7 +70,7 @@ class Saver:
         root: Path,
         cfg: RunConfig,
         stage: MegatronModule,
-        optimizer: MegatronOptimizer,
+        optimizer: Updates,
         data: dict[str, dict[str, str | int | None]],
         newest: int = 0,
         published: Published = lambda path, seconds: None,
@@ -144,6 +144,8 @@ class Saver:
         self._published(target, time.perf_counter() - pending.started)
 
     def _tensors(self) -> dict[str, Any]:
+        if isinstance(self.optimizer, ZeroOptimizer):
+            return zero_state.tensors(self.optimizer)
         model = model_state.sharded_state(self.stage)
         masters = optimizer_state.has_masters(self.stage.parameters())
         optimizer = optimizer_state.sharded_state(

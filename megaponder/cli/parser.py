@@ -122,3 +122,13 @@ def add_plugin(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plugin", metavar="PATH", help="file or folder that defines the model's method; its code is run"
     )
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """The engine's short name: `with_engine` then reads it as the field."""
+    parser.add_argument("--engine", choices=("megatron", "deepspeed"), help="short for --train.engine")
+
+
+def with_engine(args: argparse.Namespace) -> list[str]:
+    """The overrides of a command with `add_engine`."""
+    return [*args.overrides, *(["--train.engine", args.engine] if args.engine else [])]

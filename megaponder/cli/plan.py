@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megaponder.cli.parser import Commands
+from megaponder.cli.parser import Commands, add_engine, with_engine
 from megaponder.config.gpus import DEFAULT_GPU, GPUS
 
 SUMMARY = "what a run would need: layout, parameters, FLOPs by pass, memory per GPU, time"
@@ -36,6 +36,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--world-size", type=int, metavar="N", help="GPUs; default: one replica (tensor x context x pipeline)"
     )
+    add_engine(parser)
     parser.add_argument("--mfu", type=float, default=0.4, metavar="X", help="model FLOPs utilisation (default 0.4)")
     parser.add_argument("--gpu", choices=tuple(GPUS), default=DEFAULT_GPU, help=f"device (default {DEFAULT_GPU})")
     parser.add_argument("--json", action="store_true", help="print plain data instead of tables")
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--mfu", args.mfu, "it must be more than 0 and at most 1", "use 0.4")
     from megaponder.cli.configuration import planned
 
-    cfg, method, facts, world_size = planned(args.config, args.overrides, args.world_size, GPUS[args.gpu])
+    cfg, method, facts, world_size = planned(args.config, with_engine(args), args.world_size, GPUS[args.gpu])
     from megaponder.plan.build import build_plan
     from megaponder.plan.report import print_plan
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megaponder.cli.parser import Commands
+from megaponder.cli.parser import Commands, add_engine, with_engine
 from megaponder.cli.report import report_error
 from megaponder.config import launcher
 from megaponder.config.resolve import resolve
@@ -51,6 +51,7 @@ def add_parser(commands: Commands) -> None:
         epilog=EPILOG,
     )
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file; see configs/")
+    add_engine(parser)
     parser.add_argument("--fields", action="store_true", help="list every field of the configuration and stop")
     parser.add_argument(
         "--profile",
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     with exit_code.noted():
         shortage.check_limits()
         exit_code.forget_earlier_attempts(launcher.adopt().rank)
-        read = configuration.read(args.config, args.overrides)
+        read = configuration.read(args.config, with_engine(args))
         starting("imports")
         from megaponder.training.job import train
 

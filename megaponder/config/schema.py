@@ -15,6 +15,8 @@ from typing import Any, Literal
 from megaponder.config.declare import declare
 from megaponder.config.model import ModelConfig as ModelConfig
 
+Offload = Literal["none", "optimizer", "weights"]
+
 
 @dataclass
 class PonderConfig:
@@ -99,10 +101,17 @@ class ParallelConfig:
     """Sequence parallelism (SP): norms and residuals sharded over the tensor group."""
     distributed_optimizer: bool = False
     """Shard optimizer state over data-parallel ranks."""
+    zero_stage: int | None = declare(None, ge=0, le=3, aliases=("zero", "zero_optimization"))
+    """With train.engine: deepspeed, what is sharded over data-parallel ranks: 0 nothing, 1 optimizer state, 2 gradients
+    too, 3 weights too; default: 2."""
+    offload: Offload = declare("none", aliases=("cpu_offload",))
+    """With train.engine: deepspeed, what is kept in main memory: optimizer state, which is updated there (needs
+    zero_stage of at least 1), or with zero_stage: 3 the weights as well."""
     overlap_grad_reduce: bool = False
     """Start gradient reduction during backward; passes are then not captured as CUDA graphs."""
     overlap_param_gather: bool = False
-    """Gather parameters during the next forward (needs distributed_optimizer)."""
+    """Gather parameters during the next forward (needs distributed_optimizer); DeepSpeed does so with zero_stage: 3 and
+    not otherwise."""
     microbatch_group: int | None = declare(None, ge=1)
     """Micro-batches that run through one pass before the next pass starts (N of the interleaved schedule)."""
     recompute: Literal["none", "layer"] = "none"
@@ -188,8 +197,11 @@ class ScheduleConfig:
 
 @dataclass
 class TrainConfig:
-    """Budget, batch and evaluation."""
+    """Engine, budget, batch and evaluation."""
 
+    engine: Literal["megatron", "deepspeed"] = declare("megatron", compared=False)
+    """What runs forward, backward and optimizer: megatron-core, or DeepSpeed (extra megaponder[deepspeed]), which
+    shards gradients and weights too, but has data parallelism alone; docs/deepspeed.md."""
     steps: int | None = declare(None, ge=1, resume="warned", aliases=("max_steps", "train_iters"))
     """Optimizer steps; set this or tokens."""
     tokens: int | None = declare(None, ge=1, le=10**15, resume="warned")
@@ -334,3 +346,10 @@ class RunConfig:
     """Faults."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     """Logging."""
+
+    @property
+    def zero(self) -> int | None:
+        """ZeRO's stage with DeepSpeed; None with megatron-core."""
+        if self.train.engine != "deepspeed":
+            return None
+        return 2 if self.parallel.zero_stage is None else self.parallel.zero_stage

@@ -13,7 +13,7 @@ from megaponder.config.schema import RunConfig
 from megaponder.engine.capture import Captures
 from megaponder.engine.groups import Groups
 from megaponder.engine.model import PonderStage
-from megaponder.engine.step import Engine
+from megaponder.engine.pipelined import Pipelined
 from megaponder.ponder.base import Method
 from megaponder.ponder.settings import embedding_scale, initialisation
 
@@ -40,7 +40,7 @@ def build_stage(cfg: RunConfig, method: Method, groups: Groups) -> PonderStage:
     return stage
 
 
-def build_engine(cfg: RunConfig, method: Method, groups: Groups) -> Engine:
+def build_engine(cfg: RunConfig, method: Method, groups: Groups) -> Pipelined:
     """Stage, its one DistributedDataParallel wrapper, and the schedules."""
     stage = build_stage(cfg, method, groups)
     captures = Captures(stage) if uses_graphs(cfg) else None
@@ -58,4 +58,4 @@ def build_engine(cfg: RunConfig, method: Method, groups: Groups) -> Engine:
     if captures:
         torch.cuda.current_stream().wait_stream(captures.stream)
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
-    return Engine(stage, ddp, groups, cfg.train.seed, cfg.parallel.microbatch_group, captures)
+    return Pipelined(stage, ddp, groups, cfg.train.seed, cfg.parallel.microbatch_group, captures)

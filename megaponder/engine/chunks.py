@@ -7,7 +7,7 @@ chunk k's output of the last rank to chunk k+1 of the first rank, which is the f
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -110,7 +110,7 @@ class PassChunk(nn.Module):
 class Runner:
     """One pass of one micro-batch through the stage: eager, or as a captured graph if there are captures."""
 
-    def __init__(self, ddp: nn.Module, stage: Any, captures: Captures | None):
+    def __init__(self, ddp: Callable[..., Any], stage: Any, captures: Captures | None):
         self.ddp, self.stage, self.captures = ddp, stage, captures
         self._cut: dict[Pass, bool] = {}
         self._anchor = torch.zeros((), requires_grad=True)

@@ -98,6 +98,8 @@ class PonderStage(MegatronModule):
         self.num_layers = m.num_layers
         self.skip_halted = cfg.ponder.skip_halted
         self.z_loss, self.depth = cfg.train.z_loss, Depth(cfg)
+        self.before_use: Callable[[nn.Module], None] = run_pre_hooks
+        """Called with a module whose weight is then read without calling it."""
         self.log_normaliser: Tensor | None = None
         """Of the logits that were read last [n, b]."""
         self.entropy: Tensor | None = None
@@ -197,14 +199,14 @@ class PonderStage(MegatronModule):
 
     def table_weight(self) -> Tensor:
         """Input table of this stage (first: its own; last: its copy): [V_padded/tp, H]."""
-        run_pre_hooks(self._table_module())
+        self.before_use(self._table_module())
         return self.shared_embedding_or_output_weight()
 
     def head_weight(self) -> Tensor:
         """Output head: [V_padded/tp, H]."""
         if self.tied:
             return self.table_weight()
-        run_pre_hooks(self.output_layer)
+        self.before_use(self.output_layer)
         return self.output_layer.weight
 
     def shared_embedding_or_output_weight(self) -> Tensor:

@@ -1,21 +1,19 @@
-"""Forward and backward of one global batch through megatron-core's schedules."""
+"""One global batch: its micro-batches on this rank, one denominator for every loss, and the step's numbers.
+
+How micro-batches run and gradients are reduced is what an engine differs in: `engine.pipelined` has megatron-core's
+schedules, `engine.zero` has DeepSpeed.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.pipeline_parallel.schedules import (
-    forward_backward_no_pipelining,
-    forward_backward_pipelining_with_interleaving,
-    forward_backward_pipelining_without_interleaving,
-)
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megaponder.backbone.context import part_of
@@ -23,14 +21,10 @@ from megaponder.config.in_flight import in_flight
 from megaponder.config.rules.layout import choose_group
 from megaponder.data.batch import MicroBatch, tensors_of
 from megaponder.engine import depth, selection
-from megaponder.engine.capture import Captures
-from megaponder.engine.chunks import PassChunk, Runner, Step
+from megaponder.engine.chunks import Runner, Step
 from megaponder.engine.groups import Groups
-from megaponder.engine.message import rider_width
 from megaponder.engine.model import Z_LOSS, PonderStage, is_watched, loss_of_pass
-from megaponder.engine.overlap import Arrivals
-from megaponder.engine.p2p import PassCommunicator, receive_orders
-from megaponder.engine.stash import PassState, Stash
+from megaponder.engine.stash import PassState
 from megaponder.engine.stopwatch import Stopwatch
 from megaponder.ponder.base import Pass, Readout
 
@@ -58,11 +52,6 @@ class StepOutput:
     """Micro-batches of the global batch in which no target counts."""
 
 
-def _loss_of(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The schedule's loss function: the output already is the loss, divided by the global token count."""
-    return output, torch.zeros((), dtype=torch.int, device=output.device), {}
-
-
 def _on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     parts = (None if t is None else t.to(device, non_blocking=True) for t in tensors_of(batch))
     return MicroBatch(*parts)  # type: ignore[arg-type]
@@ -82,57 +71,39 @@ def part_of_batch(batch: MicroBatch, size: int, rank: int) -> MicroBatch:
     )
 
 
-def _forward(_: Any, chunk: PassChunk) -> tuple[Tensor, Any]:
-    return chunk(), _loss_of
+class Engine(ABC):
+    """One pipeline rank: its stage, and what runs micro-batches through it, forward and backward."""
 
-
-def _group_collection() -> ProcessGroupCollection:
-    return ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp", "dp_cp", "embd", "pos_embd"])
-
-
-class Engine:
-    """One pipeline rank: its stage, wrapped once by DistributedDataParallel, and the schedules that run it."""
-
-    def __init__(
-        self,
-        stage: PonderStage,
-        ddp: DistributedDataParallel,
-        groups: Groups,
-        seed: int,
-        group_size: int | None,
-        captures: Captures | None = None,
-    ):
-        self.stage, self.ddp, self.groups = stage, ddp, groups
-        self._runner = Runner(ddp, stage, captures)
-        self._seed, self._group_size = seed, group_size
+    def __init__(self, stage: PonderStage, groups: Groups, seed: int, group_size: int | None, runner: Runner):
+        self.stage, self.groups = stage, groups
+        self._runner, self._seed, self._group_size = runner, seed, group_size
         self.own_time = Stopwatch(groups.device)
         """Time of the last training step, from its first forward up to the reduction of gradients."""
-        config = stage.config
-        config.finalize_model_grads_func = self._finalize
-        self._arrivals: Arrivals | None = None
-        if ddp.ddp_config.overlap_grad_reduce:
-            config.no_sync_func = ddp.no_sync
-            if groups.pp_size > 1:
-                self._arrivals = Arrivals(ddp)
 
-    def _finalize(self, *_: Any, **__: Any) -> None:
-        """Reduce gradients: one DDP, whatever the number of passes; no rescaling."""
-        self.own_time.stop()
-        finalize_model_grads([self.ddp], None, pg_collection=_group_collection())
+    @abstractmethod
+    def zero_grad(self) -> None:
+        """Forget the gradients of earlier steps."""
+
+    @abstractmethod
+    def whole_parameters(self) -> AbstractContextManager[None]:
+        """All parameters are up to date inside, where they otherwise arrive during the next forward."""
+
+    @abstractmethod
+    def _schedule(self, run: Step, forward_only: bool) -> None:
+        """Forward, and unless `forward_only` backward, of this rank's micro-batches; gradients are reduced."""
+
+    @abstractmethod
+    def _begin(self, passes: Sequence[Pass]) -> None:
+        """A training step with this plan follows."""
 
     def fp8_amax(self) -> dict[str, float]:
         """Row values `fp8_amax_...` of the last training step (`Fp8.amax`)."""
         found = self.stage.fp8.amax() if self.stage.fp8 else {}
         return {f"fp8_amax_{tensor}": value for tensor, value in found.items()}
 
+    @abstractmethod
     def close(self) -> None:
         """Release whatever would keep the process groups alive."""
-        if self._runner.captures is not None:
-            self._runner.captures.close()
-
-    def zero_grad(self) -> None:
-        """Clear the gradient buffers (the optimizer's own zero_grad clears its copies)."""
-        self.ddp.zero_grad_buffer()
 
     def passes(self, step: int | None) -> Sequence[Pass]:
         """The method's plan for a training step, or for evaluation (None): the same on every rank."""
@@ -141,8 +112,8 @@ class Engine:
     def forward_backward(self, batches: Sequence[MicroBatch], step: int, train: bool) -> StepOutput:
         """Run this rank's micro-batches of a global batch: whole sequences, of which it takes its part.
 
-        With `train`, every parameter's `main_grad` afterwards holds the gradient of the mean loss over the global
-        batch's valid tokens, reduced over all groups (its shard, under the distributed optimizer).
+        With `train`, the engine's optimizer afterwards has the gradient of the mean loss over the global batch's valid
+        tokens, reduced over all groups, or this rank's shard of it.
         """
         batches = [_on_device(b, self.groups.device) for b in batches]
         each = torch.stack([b.loss_mask_bn.sum() for b in batches]).float()
@@ -164,10 +135,8 @@ class Engine:
             run = self._selected(run, self.stage.selection)
         if self.stage.balance is not None:
             self.stage.balance.begin(passes, run.tokens, train)
-        if train and self._arrivals is not None:
-            self._arrivals.expect(passes)
-        if train and self._runner.captures is not None:
-            self._runner.captures.begin_step(passes)
+        if train:
+            self._begin(passes)
         with torch.set_grad_enabled(train):
             self._schedule(run, forward_only=not train)
         if self.stage.fp8 and train:
@@ -210,59 +179,6 @@ class Engine:
     def _group(self, micro_batches: int) -> int:
         """Micro-batches that run through one pass before the next pass starts."""
         return self._group_size or choose_group(micro_batches, self.groups.pp_size) or micro_batches
-
-    def _schedule(self, run: Step, forward_only: bool) -> None:
-        stash, config, passes, batches = Stash(), self.stage.config, run.passes, run.batches
-        b, n = batches[0].ids_bn.shape  # of this rank
-        common = dict(
-            forward_step_func=_forward,
-            num_microbatches=len(batches),
-            seq_length=n * self.groups.cp_size,
-            micro_batch_size=b,
-            forward_only=forward_only,
-            pg_collection=_group_collection(),
-        )
-        if self.groups.pp_size == 1:
-            chunk = PassChunk(self._runner, config, run, None, stash)
-            forward_backward_no_pipelining(data_iterator=None, model=chunk, **common)
-            return
-        chunks = [PassChunk(self._runner, config, run, p, stash) for p in passes]
-        group = self._group(len(batches))
-        for chunk in chunks:
-            c = chunk.config
-            c.variable_seq_lengths = True  # asks PassCommunicator for each shape; nothing is exchanged
-            if len(passes) > 1:
-                c.virtual_pipeline_model_parallel_size = len(passes)
-                c.microbatch_group_size_per_vp_stage = group
-                # batched messages would cross with PP=2: next and previous rank are the same
-                c.overlap_p2p_comm, c.batch_p2p_comm = True, False
-        p2p = self._communicator(chunks[0].config, passes, len(batches), group, n, b)
-        if len(passes) == 1:
-            forward_backward_pipelining_without_interleaving(
-                data_iterator=None, model=chunks[0], p2p_communicator=p2p, **common
-            )
-        else:
-            forward_backward_pipelining_with_interleaving(
-                data_iterator=[None] * len(chunks), model=chunks, p2p_communicator=p2p, **common
-            )
-        assert not len(stash), "a pass left state that no later pass used"
-
-    def _communicator(
-        self, config: Any, passes: Sequence[Pass], m: int, group: int, n: int, b: int
-    ) -> PassCommunicator:
-        width = config.hidden_size + rider_width(self.stage.method.rider_channels, config.pipeline_dtype)
-        shards = self.groups.tp_size if config.sequence_parallel else 1
-
-        more, stage = self.stage.depth.widths(passes), self.groups.pp_rank
-
-        def shapes(order: list[tuple[Pass, bool]], sender: int) -> Iterator[list[int]]:
-            for p, feedback in order:
-                rows = n * (p.feedback_slots if feedback else p.slots) // shards
-                yield [rows, b, width + more[p.index][sender]]
-
-        forward, backward = receive_orders(passes, m, group, self.groups)
-        # a gradient has the shape of what this stage sent
-        return PassCommunicator(self.groups.pp, config, shapes(forward, stage - 1), shapes(backward, stage))
 
     def _collect(self, run: Step, tokens: int) -> StepOutput:
         """Sum over micro-batches and ranks with other tokens, then broadcast to every pipeline stage."""

@@ -64,7 +64,11 @@ def _candidates(cfg: RunConfig) -> Iterator[tuple[str, list[Any]]]:
     assert cfg.model.num_layers and cfg.model.num_heads
     yield "precision.cuda_graphs", ["auto", False]
     yield "train.micro_batch", [d for d in reversed(divisors(batch)) if d < batch]
-    yield "parallel.distributed_optimizer", [True]
+    if cfg.zero is None:
+        yield "parallel.distributed_optimizer", [True]
+    else:
+        yield "parallel.zero_stage", [stage for stage in (1, 2, 3) if stage > cfg.zero]
+        yield "parallel.offload", ["optimizer", "weights"]
     yield "parallel.sequence", [True]
     yield "parallel.recompute", ["layer"]
     yield "parallel.recompute_layers", [None]

@@ -13,6 +13,7 @@ from megaponder.config.rules.layout import choose_group
 from megaponder.config.schema import RunConfig
 from megaponder.config.stages import stage_sizes
 from megaponder.decoding.moe_options import read
+from megaponder.plan import zero
 from megaponder.plan.advice import Change, savings
 from megaponder.plan.flops import StepFlops, mean_executed, mean_needed, micro_batches, plan_flops, steps_seen
 from megaponder.plan.memory import GIB, Memory, rank_memory, settle_graphs
@@ -69,6 +70,8 @@ class Plan:
     gpu_memory_gib: float
     gives_graphs_up: bool
     """Captured passes would not fit, and `precision.cuda_graphs: auto` runs them eagerly."""
+    zero: tuple[tuple[int, str, int], ...]
+    """With DeepSpeed: ZeRO's stage, what is kept in main memory, and the bytes of a GPU."""
     savings: tuple[Change, ...]
     """If the plan does not fit: single changes that save memory, those with which it fits first."""
 
@@ -103,6 +106,18 @@ def _experts(cfg: RunConfig) -> str:
         return ""
     split = f", each split over {par.expert_ranks}" if par.expert_ranks > 1 else ""
     return f"{o.experts} a layer, of which a row takes {o.top_k}; {o.experts // par.experts} a rank{split}"
+
+
+def _by_stage(
+    cfg: RunConfig, facts: MethodFacts, passes: Any, world_size: int, own: OwnParameters, te: bool
+) -> tuple[tuple[int, str, int], ...]:
+    if cfg.zero is None:
+        return ()
+    found = []
+    for stage, offload in zero.choices(cfg):
+        one = rank_memory(zero.with_choice(cfg, stage, offload), facts, passes, world_size, 0, own, te)
+        found.append((stage, offload, one.total))
+    return tuple(found)
 
 
 def build_plan(cfg: RunConfig, method: Any, facts: MethodFacts, world_size: int, mfu: float, gpu: Gpu) -> Plan:
@@ -153,5 +168,6 @@ def build_plan(cfg: RunConfig, method: Any, facts: MethodFacts, world_size: int,
         peak_tflops=peak,
         gpu_memory_gib=gpu.memory_gib,
         gives_graphs_up=settled is not cfg,
+        zero=_by_stage(settled, facts, passes, world_size, own, te),
         savings=() if fits else savings(cfg, facts, passes, world_size, room, own, te),
     )

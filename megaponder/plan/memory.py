@@ -16,6 +16,7 @@ from megaponder.config.recompute import recomputed_layers
 from megaponder.config.rules.layout import choose_group
 from megaponder.config.schema import ParallelConfig, PrecisionConfig, RunConfig
 from megaponder.config.stages import run_in, stage_range
+from megaponder.plan import zero
 from megaponder.plan.depth_attention import made_bytes
 from megaponder.plan.freqkv import copied_bytes
 from megaponder.plan.layer import attention_bytes, mlp_bytes, norms_bytes, pre_norms_bytes
@@ -136,10 +137,15 @@ def rank_memory(
             mixing = sum(not p.last for p in passes) / len(passes)
             # each keeps its probabilities; captured, it has room of its own for the gradient's two steps besides
             vocabulary += tokens * columns * e * mixing * flight * (3 if _captured(cfg, te) else 1)
+    if cfg.zero is None:
+        weights, gradients = held.total * e + _fp8_copies(cfg.precision, held), held.total * 4
+        optimizer = _optimizer(cfg, held, dp)
+    else:
+        weights, gradients, optimizer = zero.states(cfg, held, e, dp)
     return Memory(
-        weights=held.total * e + _fp8_copies(cfg.precision, held),
-        gradients=held.total * 4,
-        optimizer=_optimizer(cfg, held, dp),
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
         activations=int(activations),
         vocabulary=int(vocabulary),
     )
@@ -235,7 +241,7 @@ def _kept(cfg: RunConfig, rows: int, te: bool) -> float:
 def _captured(cfg: RunConfig, te: bool) -> bool:
     """Whether the plan's GPU would run passes as CUDA graphs."""
     overlap = cfg.parallel.overlap_grad_reduce or cfg.parallel.overlap_param_gather
-    eager = overlap or cfg.parallel.context > 1 or bool(cfg.model.moe)
+    eager = overlap or cfg.parallel.context > 1 or bool(cfg.model.moe) or cfg.zero is not None
     return te and bool(cfg.precision.cuda_graphs) and not eager
 
 

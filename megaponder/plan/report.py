@@ -102,6 +102,14 @@ def memory_table(plan: Plan) -> Table:
     return table
 
 
+def zero_table(plan: Plan) -> Table:
+    """Memory per GPU by ZeRO's stage."""
+    table = _table("Memory per GPU by ZeRO's stage, GiB", "parallel.zero_stage", "parallel.offload", "total")
+    for stage, offload, total in plan.zero:
+        table.add_row(str(stage), offload, f"{total / GIB:.2f}")
+    return table
+
+
 def _verdict(plan: Plan) -> str:
     """Whether the plan fits, and if not, the options that would help, with GiB of the fullest GPU."""
     worst = max(m.total for m in plan.stages) / GIB
@@ -194,6 +202,9 @@ def print_plan(cfg: RunConfig, plan: Plan, console: Console) -> None:
         how = "mean over steps of 3 x forward" if varies else "3 x forward"
     console.print(f"training: needed {si(plan.needed)} a token ({how}){again}", end="\n\n")
     _show(console, memory_table(plan))
+    if plan.zero:
+        console.print()
+        _show(console, zero_table(plan))
     console.print(_verdict(plan), end="\n\n")
     table = _table(f"Time at {plan.mfu:.0%} MFU of {plan.peak_tflops:g} TFLOP/s (BF16 peak)", "", "")
     table.show_header = False

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megatron.core.optimizer import MegatronOptimizer
-
 from megaponder.backbone.parts import implementations
 from megaponder.checkpoint.ema import Ema
 from megaponder.checkpoint.local import Local
@@ -18,9 +16,9 @@ from megaponder.config.budget import last_step
 from megaponder.config.model import short_reach
 from megaponder.config.schema import RunConfig
 from megaponder.data.blend import unread
-from megaponder.engine.build import build_engine
 from megaponder.engine.groups import Groups
 from megaponder.engine.step import Engine
+from megaponder.engine.zero import Updates
 from megaponder.monitor import identity
 from megaponder.monitor.monitor import Monitor
 from megaponder.monitor.phases import PhaseClock
@@ -28,13 +26,13 @@ from megaponder.monitor.pondered import Pondered
 from megaponder.monitor.start_end import starting
 from megaponder.ponder.settings import method_of
 from megaponder.ranks import on_first_rank
-from megaponder.training import setup
+from megaponder.training import engines, setup
 from megaponder.training.batches import Batches
 from megaponder.training.canary import Canary
 from megaponder.training.faults import Faults
 from megaponder.training.heartbeat import Heartbeat
 from megaponder.training.lock import own_run
-from megaponder.training.optimizer import build_optimizer, method_only
+from megaponder.training.optimizer import method_only
 from megaponder.training.profile import Profile
 from megaponder.training.report import Report
 from megaponder.training.resume import resume
@@ -57,7 +55,7 @@ class Run:
 
     engine: Engine
     """Forward and backward of a global batch."""
-    optimizer: MegatronOptimizer
+    optimizer: Updates
     ema: Ema | None
     """Moving average of the weights."""
     schedule: Schedule
@@ -107,9 +105,7 @@ def build(cfg: RunConfig, groups: Groups, stack: ExitStack) -> Run:
     method = method_of(cfg)
     starting("model")
     built = setup.graphs_that_fit(cfg, method, groups.device, groups.world_size)
-    engine = build_engine(built, method, groups)
-    starting("optimizer")
-    optimizer = build_optimizer(cfg, engine.ddp)
+    engine, optimizer = engines.build(built, method, groups)
     ema = Ema(optimizer, cfg.optimizer.ema_decay) if cfg.optimizer.ema_decay else None
     starting("monitor")
     monitor = Monitor(cfg, total, setup.costs(cfg, method, groups.world_size), groups.logs(), clock)

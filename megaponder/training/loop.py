@@ -19,7 +19,7 @@ from megaponder.training.faults import NotFinite
 from megaponder.training.optimizer import drop_backbone_gradients, method_only, set_lr
 from megaponder.training.rollback import roll_back
 from megaponder.training.shortage import worth_another_start
-from megaponder.training.step import gradient_norm, update, whole_parameters
+from megaponder.training.step import gradient_norm, update
 
 
 def run(cfg: RunConfig, groups: Groups) -> int:
@@ -89,7 +89,7 @@ def loop(run: Run) -> int:
         row = run.report.row(step, state.sequences, state.tokens, batch, out, norm)
         by_depth = cfg.train.eval_depths_every > 0 and _every(cfg.train.eval_depths_every, step, run.total)
         if run.batches.valid and (by_depth or _every(cfg.train.eval_every, step, run.total)):
-            with whole_parameters(engine), clock.phase("evaluation"):
+            with engine.whole_parameters(), clock.phase("evaluation"):
                 valid = evaluate(cfg, engine, run.batches.valid, run.stop, lambda: clock.enter("evaluation"), by_depth)
             if valid is not None:
                 run.report.add(row, valid, faults.evaluated(step, valid.loss, run.batches.valid))
@@ -115,13 +115,13 @@ def save(run: Run) -> None:
     for sentence in changes:
         run.faults.record.append("data_changed", step=run.state.step, what=sentence)
     run.monitor.warn("data", " ".join(f"{sentence}." for sentence in changes) or None)
-    with whole_parameters(run.engine), run.clock.phase("checkpoint"):
+    with run.engine.whole_parameters(), run.clock.phase("checkpoint"):
         run.saver.save(run.state)
 
 
 def save_locally(run: Run, local: Local) -> None:
     """This rank's local checkpoint, which a restart finds instead of the run folder's last one."""
-    with whole_parameters(run.engine), run.clock.phase("checkpoint"):
+    with run.engine.whole_parameters(), run.clock.phase("checkpoint"):
         local.save(run.state, run.data.stored(), partial(print, file=sys.stderr, flush=True))
 
 

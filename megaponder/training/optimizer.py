@@ -22,6 +22,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import nn
 
 from megaponder.config.schema import RunConfig, TrainConfig
+from megaponder.engine.zero import Updates
 from megaponder.ponder.base import PARAMETER_PREFIX
 from megaponder.training.muon import Muon, Pieces
 
@@ -32,7 +33,7 @@ def build_optimizer(cfg: RunConfig, ddp: DistributedDataParallel) -> MegatronOpt
     With `optimizer.kind: muon` the matrices of the layers have Muon instead, and all else keeps AdamW.
     megatron-core takes the fused kernel of Transformer Engine or NVIDIA apex where one is installed, else torch's.
     """
-    _leave_compiler_alone()
+    leave_compiler_alone()
     options = cfg.optimizer
     bf16 = cfg.precision.dtype == "bf16"
     not_decayed = ParamKey(name="*.bias", predicate=ParamPredicate("vector", lambda p: p.dim() <= 1))
@@ -108,7 +109,7 @@ def _muon(cfg: RunConfig, matrices: dict[nn.Parameter, Pieces], config: Optimize
     return muon
 
 
-def _leave_compiler_alone() -> None:
+def leave_compiler_alone() -> None:
     """Let PyTorch's optimizers not import its compiler: they do, for two seconds, only to tell it to skip them."""
     for method in vars(torch.optim.Optimizer).values():
         function = getattr(method, "__wrapped__", None)
@@ -125,7 +126,7 @@ def _leave_compiler_alone() -> None:
         torch.optim.Adam.step = without_compiler  # type: ignore[method-assign]
 
 
-def set_lr(optimizer: MegatronOptimizer, cfg: RunConfig, lr: float, step: int) -> None:
+def set_lr(optimizer: Updates, cfg: RunConfig, lr: float, step: int) -> None:
     """Learning rate of the next step; groups without weight decay keep a decay of zero.
 
     While only the method's parameters are trained, the others have a rate of zero, which stops their decay too.

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
 
 from megaponder import files
@@ -16,6 +15,7 @@ from megaponder.checkpoint.ema import Ema
 from megaponder.checkpoint.local import Local
 from megaponder.checkpoint.state import TrainState, load_saved_config, load_state
 from megaponder.config.schema import RunConfig
+from megaponder.engine.zero import Updates
 from megaponder.errors import ConfigError, UserError
 from megaponder.ranks import on_first_rank
 from megaponder.training.same_data import SameData
@@ -25,7 +25,7 @@ from megaponder.training.setup import refuse_other_model
 def resume(
     cfg: RunConfig,
     stage: MegatronModule,
-    optimizer: MegatronOptimizer,
+    optimizer: Updates,
     data: SameData,
     say: Callable[[str], None],
     ema: Ema | None = None,
@@ -74,7 +74,7 @@ def _continue(
     cfg: RunConfig,
     choice: Choice,
     stage: MegatronModule,
-    optimizer: MegatronOptimizer,
+    optimizer: Updates,
     data: SameData,
     say: Callable[[str], None],
     ema: Ema | None,

@@ -9,7 +9,6 @@ from megaponder.checkpoint.state import load_state
 from megaponder.errors import UserError
 from megaponder.ranks import on_first_rank
 from megaponder.training.build import Run
-from megaponder.training.step import whole_parameters
 
 
 def roll_back(run: Run) -> None:
@@ -29,7 +28,7 @@ def roll_back(run: Run) -> None:
         )
     path = choice.path
     faults.rolled_back(on_first_rank(lambda: load_state(path)[0].step))
-    with whole_parameters(run.engine):
+    with run.engine.whole_parameters():
         run.state = restore.resume(path, run.engine.stage, run.optimizer, run.ema)
     run.saver.newest = run.state.step
     if run.local is not None:

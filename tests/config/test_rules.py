@@ -19,6 +19,7 @@ from megaponder.ponder.base import Shape
 from megaponder.ponder.facts import facts_of
 from megaponder.ponder.registry import build_method
 from tests.config.broken_attention import ATTENTION
+from tests.config.broken_engines import ENGINES
 from tests.config.broken_moe import MOE
 from tests.config.make import PASSES4, Broken, broken, config
 
@@ -31,6 +32,7 @@ FP8 = {"precision__fp8": "current", "precision__dtype": "bf16"}
 
 BROKEN: list[Broken] = [
     *ATTENTION,
+    *ENGINES,
     *MOE,
     broken(
         "parallel.distributed_optimizer",

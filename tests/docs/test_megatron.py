@@ -13,13 +13,14 @@ from tests.docs import foreign
 from tests.test_repository import project
 
 TEXT = (foreign.ROOT / "docs" / "megatron.md").read_text()
+DEEPSPEED = (foreign.ROOT / "docs" / "deepspeed.md").read_text()
 PINS = (foreign.ROOT / "constraints.txt").read_text().splitlines()
 cuda_on_cpu.install()
 
 
-def table(heading: str) -> list[list[str]]:
+def table(heading: str, text: str = TEXT) -> list[list[str]]:
     """Cells of the rows under a heading, without the two lines of the table's head."""
-    part = TEXT.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    part = text.partition(f"## {heading}\n")[2].partition("\n## ")[0]
     rows = [line for line in part.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows[2:]]
 
@@ -49,7 +50,8 @@ def test_imports_are_those_of_the_package() -> None:
 
 
 def rows() -> list[tuple[str, list[str]]]:
-    return [(names(file)[0], names(what)) for file, what, _, _ in table("What is private, replaced or patched")]
+    heading = "What is private, replaced or patched"
+    return [(names(file)[0], names(what)) for file, what, _, _ in table(heading) + table(heading, DEEPSPEED)]
 
 
 def test_every_private_name_replaced_method_and_patch_is_listed() -> None:

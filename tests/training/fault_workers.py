@@ -87,7 +87,7 @@ def _watch_memory(steps: set[int], found: dict[int, dict[str, Any]]) -> None:
 
     def forward_backward(self: Any, batches: Any, step: int, train: bool) -> Any:
         if train and step in steps:
-            with module.whole_parameters(self):
+            with self.whole_parameters():
                 found[step] = _memory(self, run[0].optimizer)
         return original(self, batches, step, train)
 
@@ -226,7 +226,7 @@ def two_processes(root: str, data: str) -> dict[str, Any]:
             results[f"changed-{name}-{step}"] = _changes(found[step], found[step + 1])
 
     if last:
-        from megaponder.engine import step as module
+        from megaponder.engine import pipelined as module
 
         original = module._forward
         _replace(module, "_forward", lambda *a: (time.sleep(1.0), original(*a))[1])
@@ -240,15 +240,15 @@ def two_processes(root: str, data: str) -> dict[str, Any]:
 
 def _before_reduction(at_step: int, fault: Callable[[], bool]) -> None:
     """Something happens where a step's gradients are to be reduced, which is left out unless it returns True."""
-    from megaponder.engine.step import Engine
+    from megaponder.engine.pipelined import Pipelined
 
-    original, steps = Engine._finalize, iter(range(1, 1000))
+    original, steps = Pipelined._finalize, iter(range(1, 1000))
 
     def finalize(self: Any, *rest: Any, **named: Any) -> None:
         if next(steps) != at_step or fault():
             original(self, *rest, **named)
 
-    Engine._finalize = finalize  # type: ignore[method-assign]
+    Pipelined._finalize = finalize  # type: ignore[method-assign]
 
 
 FAULTS: dict[str, Callable[[], bool]] = {"left out": lambda: False, "late": lambda: time.sleep(1000) is None}

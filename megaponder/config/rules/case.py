@@ -23,6 +23,8 @@ class Machine:
     transformer_engine: bool = False
     grad_accum_kernel: bool = False
     """NVIDIA apex's fused_weight_gradient_mlp_cuda can be imported."""
+    deepspeed: bool = True
+    """DeepSpeed can be imported."""
 
 
 def this_machine() -> Machine:
@@ -36,6 +38,7 @@ def this_machine() -> Machine:
         device="cuda" if cuda else "cpu",
         capability=torch.cuda.get_device_capability() if cuda else None,
         transformer_engine=cuda and importlib.util.find_spec("transformer_engine") is not None,
+        deepspeed=importlib.util.find_spec("deepspeed") is not None,
         grad_accum_kernel=cuda and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
     )
 
