@@ -9,6 +9,8 @@ ATOL = 1e-6
 PARITY = 1e-5
 """Of logits in FP32, on which exports, transformers and other people's code agree: the largest difference over the
 largest logit."""
+STEPS_BF16 = 2e-3
+"""Of the losses of ten steps in BF16."""
 
 
 def difference(got: Any, want: Any) -> float:

@@ -156,6 +156,10 @@ class ZeroOptimizer:
             self.adam.idle = True
             self._step()
             self.adam.idle = False
+            if hasattr(self.engine.optimizer, "all_grad_tensors"):
+                # stages 1 and 2 keep sums that are not finite where the optimizer is offloaded in BF16, for ever
+                sums = self.engine.optimizer.averaged_gradients
+                sums.update(dict.fromkeys(sums))
 
     def prepare_grads(self) -> bool:
         self._waits = True

@@ -55,5 +55,7 @@ def states(cfg: RunConfig, held: Parameters, element: int, dp: int) -> tuple[int
         if offload == "weights":
             weights = whole * element
     if offload != "none":
-        optimizer, gradients = 0, gradients - (4 * share if stage >= 2 else 0)
+        optimizer = 0
+        if stage == 3 or (stage == 2 and element == 4):  # in BF16 stage 2 adds micro-batches up on the GPU
+            gradients -= 4 * share
     return weights, gradients, optimizer

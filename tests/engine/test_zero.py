@@ -11,7 +11,7 @@ from megaponder.plan.zero import states
 from tests.distributed import run_workers
 from tests.engine.zero_workers import BF16, Choice, configured
 from tests.layouts.cases import WHOLE
-from tests.tolerance import PARITY, RTOL
+from tests.tolerance import PARITY, RTOL, STEPS_BF16
 
 pytest.importorskip("deepspeed")
 COUNT = 10
@@ -32,17 +32,17 @@ CASES: dict[str, list[Choice]] = {
     "ponderlm-pythia": TWO,
     "ponderlm2-llama-gqa": TWO,
     "adaponderlm-budget-skip": TWO,  # halted tokens are left out, and a buffer is settled after each step
-    f"ponderlm-pythia{BF16}": [(1, "none", "none"), *TWO],
+    f"ponderlm-pythia{BF16}": [(1, "none", "none"), (2, "optimizer", "none"), *TWO],
 }
 MORE = ("loop-llama-gqa", "vanilla-llama-tied", "ponderlm2-drawn-pythia", "adaponderlm-budget", "ponderlm3-budget",
         "ponderlm-topk-gpt2-tied", "huginn-llama", "parcae-llama", "ouro-sandwich", "depth-across-gqa",
-        "adaptive-cot-skip-gqa", "everything-llama", "detached-llama")  # fmt: skip
+        "adaptive-cot-skip-gqa", "eslm-global", "everything-llama", "detached-llama")  # fmt: skip
 """Only with MEGAPONDER_WHOLE_MATRIX, at all stages."""
 
 
 @pytest.fixture(scope="module")
 def found() -> dict:
-    cases = dict.fromkeys((*CASES, *MORE), ALL) if WHOLE else CASES
+    cases = {case: ALL[BF16 in case :] for case in (*CASES, *MORE)} if WHOLE else CASES
     return run_workers("tests.engine.zero_workers:both", 2, args={"cases": cases, "count": COUNT})[0]
 
 
@@ -51,9 +51,10 @@ def test_steps_are_those_of_the_first_engine(found: dict):
         first = found[case, None]
         want, got = np.array(first["rows"]), np.array(one["rows"])
         assert (got[:, 3] == want[:, 3]).all()
-        np.testing.assert_allclose(got[:, :2], want[:, :2], PARITY, PARITY, err_msg=f"{case} {choice}")
-        np.testing.assert_allclose(got[:, 2], want[:, 2], RTOL, err_msg=f"{case} {choice}: gradient norm")
-        np.testing.assert_allclose(one["evaluated"], first["evaluated"], PARITY, err_msg=f"{case} {choice}")
+        near, norms = (STEPS_BF16, 10 * STEPS_BF16) if BF16 in case else (PARITY, RTOL)
+        np.testing.assert_allclose(got[:, :2], want[:, :2], near, near, err_msg=f"{case} {choice}")
+        np.testing.assert_allclose(got[:, 2], want[:, 2], norms, err_msg=f"{case} {choice}: gradient norm")
+        np.testing.assert_allclose(one["evaluated"], first["evaluated"], near, err_msg=f"{case} {choice}")
         assert abs(want[-1, 0] - want[0, 0]) > 0.1, "nothing was learnt"
     passes = {row[3] for row in found[DRAWN, None]["rows"]}
     assert len(passes) > 1
