@@ -46,6 +46,7 @@ ENGINES: list[Broken] = [
         precision__fp8="current",
         precision__dtype="bf16",
     ),
+    broken("model.moe", "deepspeed does not have it; leave it out", model__moe={"experts": 4, "top_k": 2}, **DEEPSPEED),
     broken(
         "train.method_only_steps",
         "deepspeed does not have it; use 0",

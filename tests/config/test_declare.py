@@ -55,7 +55,7 @@ def test_what_a_comparison_leaves_out() -> None:
         "run", "model.preset", "model.embedding_scale", "model.init", "model.init_std", "model.init_output_scale",
         "data.cache", "data.document_tokens", "data.tokenizer", "train.eval_every", "train.deterministic",
         "precision.cuda_graphs", "precision.grad_accum_fusion", "train.eval_depths_every", "train.tasks",
-        "train.tasks_every", "train.tasks_folder", "train.tasks_limit",
+        "train.engine", "train.tasks_every", "train.tasks_folder", "train.tasks_limit",
     }  # fmt: skip
 
 

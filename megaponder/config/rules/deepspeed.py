@@ -41,6 +41,7 @@ def deepspeed_lacks(c: Case) -> None:
         ("precision.fp8", cfg.precision.fp8, "none", "use none"),
         ("precision.cuda_graphs", cfg.precision.cuda_graphs is True, False, "use auto"),
         ("precision.grad_accum_fusion", cfg.precision.grad_accum_fusion is True, False, "use auto"),
+        ("model.moe", cfg.model.moe or None, None, "leave it out"),
         ("optimizer.kind", cfg.optimizer.kind, "adamw", "use adamw"),
         ("optimizer.ema_decay", cfg.optimizer.ema_decay, 0.0, "use 0; megaponder average averages checkpoints"),
         ("train.method_only_steps", cfg.train.method_only_steps, 0, "use 0"),
