@@ -102,7 +102,7 @@ class Parser(argparse.ArgumentParser):
         """Name the first word that no option takes, and the nearest option."""
         word = next((w for w in words if w.startswith("-")), words[0]).partition("=")[0]
         fields = all_fields() if "--section" in (self.usage or "") else ()
-        field = nearest(word.lstrip("-"), fields)
+        field = nearest(word.lstrip("-"), fields, 0.7)
         # a very similar option, otherwise a field, otherwise a somewhat similar option
         close = nearest(word, self._option_string_actions, 0.75) or (f"--{field}" if field else None)
         close = close or nearest(word, self._option_string_actions)

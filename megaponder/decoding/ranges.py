@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+from collections.abc import Iterable
 from typing import Any
 
 RANGES: dict[str, tuple[float, float, bool]] = {
@@ -28,6 +30,15 @@ def broken(value: Any, least: float, most: float = math.inf, whole: bool = False
     if whole and value % 1:
         return "it must be a whole number", f"use {max(least, round(value))}"
     return None
+
+
+def unknown(name: str, value: Any, legal: Iterable[str]) -> Mistake | None:
+    """What is wrong with a word that is not one of these."""
+    words = list(legal)
+    if value in words:
+        return None
+    close = difflib.get_close_matches(str(value), words, 1)
+    return name, value, f"it must be {', '.join(words[:-1])} or {words[-1]}", f"use {(close or words)[0]}"
 
 
 def check(name: str, value: Any) -> None:

@@ -88,7 +88,7 @@ class Stepwise(DecodingMethod):
             check("passes", passes)
             if passes > most and not self.extends:
                 rule = f"it must be 1 to {most}, the passes that the model was trained with"
-                raise ValueError(f"passes = {passes}: {rule}; use {most}")
+                refuse(("passes", passes, rule, f"use {most}"))
             made.limit = int(passes)
         if threshold is not None:
             if "threshold" not in self.options or getattr(self, "window", None) is not None:

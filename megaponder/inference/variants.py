@@ -16,7 +16,9 @@ from megaponder.ponder.base import PARAMETER_PREFIX
 from megaponder.ponder.settings import method_of
 
 PASSES = {"ponderlm": ("steps", -1), "loop": ("extra_passes", -1), "adaptive_cot": ("steps", -1),
-          "adaponderlm": ("steps", -1), "confident_ponderlm": ("steps", -1)}  # fmt: skip
+          "adaponderlm": ("steps", -1), "confident_ponderlm": ("steps", -1), "huginn": ("recurrence", 0),
+          "retrofit": ("recurrence", 0), "parcae": ("recurrence", 0), "ouro": ("loops", 0),
+          "nanbeige": ("loops", 0)}  # fmt: skip
 """Option that counts a method's passes, and what it lacks of their number."""
 GATES = ("adaponderlm",)
 """Methods with parameters for each pass: they cannot run more passes than they were trained with."""
@@ -63,7 +65,7 @@ def with_passes(cfg: RunConfig, passes: int) -> RunConfig:
     """At most so many passes a token."""
     method = cfg.ponder.method
     _refuse_budget(cfg, "--passes", passes)
-    if method not in PASSES or cfg.ponder.options.get("multiply_by_steps"):
+    if method not in PASSES or cfg.ponder.options.get("multiply_by_steps") or cfg.ponder.options.get("middle"):
         rule = f"method {method} has no number of passes that may differ from training"
         raise ConfigError("--passes", passes, rule, "leave it out")
     option, less = PASSES[method]
@@ -74,7 +76,8 @@ def with_passes(cfg: RunConfig, passes: int) -> RunConfig:
         raise ConfigError("--passes", passes, "it must be at least 1", "use 1")
     if passes + less < 1:
         return _one_pass(cfg)
-    return _changed(cfg, method, {**cfg.ponder.options, option: passes + less})
+    kept = {name: value for name, value in cfg.ponder.options.items() if name != "loss_weights"}  # of the loops trained
+    return _changed(cfg, method, {**kept, option: passes + less})
 
 
 def own_weights(cfg: RunConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megaponder.config.fields import nearest
 from megaponder.decoding.noise import document_sums
-from megaponder.decoding.ranges import RANGES, Mistake, broken
+from megaponder.decoding.ranges import RANGES, Mistake, broken, unknown
 from megaponder.errors import ConfigError
 
 
@@ -63,10 +62,7 @@ def starts_at(module: nn.Linear | nn.Sequential, bias: float) -> nn.Linear | nn.
 
 def one_of(options: object, name: str, legal: Iterable[str]) -> None:
     """Refuse a word that an option does not know."""
-    value, legal = getattr(options, name), list(legal)
-    if value not in legal:
-        rule = f"it must be {', '.join(legal[:-1])} or {legal[-1]}"
-        raise ConfigError(f"ponder.options.{name}", value, rule, f"use {nearest(value, legal) or legal[0]}")
+    refuse(unknown(name, getattr(options, name), legal))
 
 
 def ramp(step: Tensor | None, start: int, end: int) -> Tensor | float:

@@ -106,8 +106,8 @@ def test_criteria_of_huginn(by: str) -> None:
     done = net(tokens, exit_by=by, exit_below=below, use_cache=True, output_depths=True)
     assert int(done.depths.max()) == want
     torch.testing.assert_close(done.logits, steps[want - 1], rtol=0, atol=PARITY * float(whole.abs().max()))
-    with pytest.raises(ValueError, match="exit_by = 'x': it must be one of change, cosine"):
-        net(tokens, exit_by="x")
+    with pytest.raises(ValueError, match=r"exit_by = 'entrpy': it must be change, cosine, .*; use entropy"):
+        net(tokens, exit_by="entrpy")
 
 
 NAN = float("nan")
@@ -148,6 +148,7 @@ def test_numbers_have_one_range(name: str, field: str, value: Any, words: str) -
         ("huginn", {"passes": 2.5}, "passes = 2.5: it must be a whole number; use 2"),
         ("ouro", {"kv_budget": 4}, "kv_budget = 4: a token runs 3 passes, so it would keep those of all; use 0"),
         ("ouro", {"passes": 4}, "passes = 4: it must be 1 to 3, the passes that the model was trained with; use 3"),
+        ("nanbeige", {"passes": 3}, "passes = 3: it must be 1 to 2, the passes that the model was trained with; use 2"),
         ("ouro", {"passes": "2"}, "passes = '2': it must be at least 1, and a finite number; leave it out"),
     ],
 )

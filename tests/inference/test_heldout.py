@@ -20,6 +20,7 @@ from megaponder.export.to_hf import export
 from megaponder.inference import fit, heldout, variants
 from tests.export import checkpoints, models
 from tests.layouts.cases import WHOLE
+from tests.tolerance import PARITY, difference
 from tests.training import datasets
 
 LENGTH = 16
@@ -111,6 +112,19 @@ def test_fewer_passes_of_a_model_with_gates_are_all_tokens_stopping_there(tmp_pa
             assert found.loss == pytest.approx(heldout.score(engine, cfg, prefix).loss, rel=1e-6)
 
 
+@pytest.mark.parametrize(("method", "passes"), [("huginn", 5), ("parcae", 1), ("ouro", 2), ("nanbeige", 1)])
+def test_other_passes_of_looped_models_are_those_of_decoding(method: str, passes: int, tmp_path: Path) -> None:
+    """A core of another number of recurrences, and fewer loops of a stack."""
+    from megaponder.export import reference
+
+    net = checkpoints.make("llama", method, tmp_path / "run", {"sequence_length": LENGTH})
+    cfg, state = heldout.read_model(tmp_path / "run")
+    other, ids = variants.with_passes(cfg, passes), models.ids(2, 7)
+    with reference.engine(other, variants.own_weights(other, state)) as engine, torch.no_grad():
+        assert difference(engine.logits(ids), net(ids, passes=passes).logits) < PARITY
+        assert difference(engine.logits(ids), net(ids).logits) > 0.01
+
+
 def test_thresholds_are_fitted_to_a_mean_depth(tmp_path: Path) -> None:
     from megaponder.export import reference
 
@@ -166,3 +180,7 @@ def test_what_cannot_be_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[
     ):  # fmt: skip
         with pytest.raises(UserError, match=sentence):
             variants.asked(cfg, *options)
+    cfg.ponder.method, cfg.ponder.options = "nanbeige", {"loops": 2, "middle": 2}
+    cfg.model.num_layers = 4
+    with pytest.raises(UserError, match="no number of passes that may differ"):  # a loop is several passes
+        variants.asked(cfg, [], [1])

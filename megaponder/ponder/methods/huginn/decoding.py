@@ -15,7 +15,7 @@ from megaponder.decoding.budget import RULES, budget_mistake, entry_of
 from megaponder.decoding.method import DecodingMethod
 from megaponder.decoding.noise import token_noise
 from megaponder.decoding.passes import Run
-from megaponder.decoding.ranges import RANGES, check, refuse
+from megaponder.decoding.ranges import RANGES, check, refuse, unknown
 
 from .exits import EXITS, exit_mistake
 
@@ -84,9 +84,8 @@ class Recurrent(DecodingMethod):
         made, told = copy.copy(self), {name: value for name, value in given.items() if value is not None}
         for name in RANGES.keys() & told.keys():
             check(name, told[name])
-        for name, legal in (("exit_by", [*EXITS]), ("kv_rule", [*RULES])):
-            if (value := told.get(name, legal[0])) not in legal:
-                raise ValueError(f"{name} = {value!r}: it must be one of {', '.join(legal)}; use {legal[0]}")
+        refuse(unknown("exit_by", told.get("exit_by", "change"), EXITS))
+        refuse(unknown("kv_rule", told.get("kv_rule", RULES[0]), RULES))
         if "passes" in told:
             told["recurrence"] = int(told.pop("passes"))
         made.options = o = {**self.options, **told}
