@@ -268,6 +268,13 @@ CASES = {
         {"loops": 3, "entropy_weight": 0.2, "threshold": 0.7},
         {"norm_placement": "sandwich", "rotary_base": 1e6},
     ),
+    "ouro-deep": Case(
+        "llama",
+        "ouro",
+        {"loops": 2, "entropy_weight": 0.2, "threshold": 0.7},
+        {"norm_placement": "sandwich", "num_layers": 4, "num_kv_heads": 2},
+        stages={3: [1, 2, 1]},
+    ),
     "nanbeige-split": Case(
         "llama",
         "nanbeige",

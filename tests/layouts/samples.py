@@ -29,6 +29,7 @@ SIMILAR = (
     "pruned-pythia",
     "confident-pythia",
     "nanbeige-split",
+    "ouro-deep",
 )
 """On ranks of one kind, another case of the method does all that these do; three stages have them all."""
 CONTEXT = (
