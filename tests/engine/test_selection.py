@@ -93,3 +93,15 @@ def test_without_a_share_to_leave_out_it_is_the_plain_loss(scope: str) -> None:
     assert out.loss == loss and out.selected["selected_loss"] != pytest.approx(loss, rel=0.01)
     assert engines[1].forward_backward(batches(ONE, 0), 0, train=False).loss == seen
     assert any(not torch.equal(p.main_grad, grads[n]) for n, p in engines[1].stage.named_parameters())
+
+
+def test_the_forward_for_scores_loads_no_expert() -> None:
+    """The loads that experts' biases follow are those of one forward, with selection as without."""
+    name = next(name for name, case in CASES.items() if case.model.get("moe"))
+    found = []
+    for given in ({}, {"by": "loss", "alpha": 0.3, "scope": "global"}):
+        engine = engine_of(replace(CASES[name], eslm=given))
+        engine.zero_grad()
+        found.append(engine.forward_backward(batches(ONE, 0), 0, train=True))
+    assert found[0].balance and found[1].balance == pytest.approx(found[0].balance, rel=RTOL)
+    assert found[1].loss == found[0].loss and found[1].selected["selected_share"] < 0.8
