@@ -56,7 +56,7 @@ def read_depths(checkpoint: str | Path, text: str, tokenizer: str | None = None)
     method = method_of(cfg)
     if not method.halts:
         raise UserError(
-            f"{checkpoint}: method {method.name} gives every token the same depth, so there is nothing to show."
+            f"{checkpoint}: method {method.name} runs all its passes for every token, so there is no depth to show."
         )
     words = find(cfg, tokenizer)
     if words is None or tokenizer == NONE:

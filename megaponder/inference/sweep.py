@@ -27,9 +27,11 @@ if TYPE_CHECKING:
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
 """Mean depths, as shares of the most passes."""
 FITTED = ("ponderlm", "adaponderlm", "adaptive_cot", "ponderlm3")
-PASSES = ("ponderlm", "loop")
+PASSES = ("ponderlm", "loop", "ouro", "nanbeige")
+CORES = ("huginn", "retrofit", "parcae")
+"""Methods with a core, of which other numbers of recurrences are powers of two."""
 MORE = 2
-"""Passes beyond those of training."""
+"""Passes beyond those of training, or times as many recurrences."""
 AS_TRAINED, OTHER_PASSES, HALTING, RANDOM = "as trained", "passes", "halting", "random"
 """What a point of a sweep is."""
 
@@ -62,9 +64,8 @@ def sweep(
             found.append(_told(scored(engine, changed), variant, kind))
 
     measure(cfg, AS_TRAINED, AS_TRAINED)
-    if method in PASSES and not cfg.ponder.options.get("multiply_by_steps"):
-        for n in range(1, method_of(cfg).max_depth() + MORE + 1):
-            measure(variants.with_passes(cfg, n), f"passes {n}", OTHER_PASSES)
+    for n in other_passes(cfg):
+        measure(variants.with_passes(cfg, n), f"passes {n}", OTHER_PASSES)
     if method_of(cfg).window is not None:
         with reference.engine(cfg, state) as engine:
             found += _by_budget(engine, partial(scored, engine, cfg))
@@ -74,6 +75,16 @@ def sweep(
             if share * method_of(cfg).max_depth() >= 1:
                 measure(halting, f"share {share}", HALTING, share * method_of(cfg).max_depth())
     return found
+
+
+def other_passes(cfg: RunConfig) -> list[int]:
+    """Numbers of passes (of recurrences) with which the same weights are measured; none where there is no choice."""
+    options, trained = cfg.ponder.options, method_of(cfg).max_depth()
+    if cfg.ponder.method in CORES:
+        return [n for n in (2**i for i in range(20)) if n <= MORE * trained]
+    if cfg.ponder.method not in PASSES or options.get("multiply_by_steps") or options.get("middle"):
+        return []
+    return list(range(1, trained + MORE + 1))
 
 
 def _told(found: Score, variant: str, kind: str) -> dict[str, Any]:

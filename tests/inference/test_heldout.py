@@ -13,11 +13,13 @@ import torch
 import torch.nn.functional as F
 
 from megaponder.cli.main import main
+from megaponder.config.resolve import resolve
+from megaponder.config.schema import ModelConfig, PonderConfig, RunConfig
 from megaponder.data.indexed import read_index
 from megaponder.data.info import DatasetMeta
 from megaponder.errors import UserError
 from megaponder.export.to_hf import export
-from megaponder.inference import fit, heldout, variants
+from megaponder.inference import fit, heldout, sweep, variants
 from tests.export import checkpoints, models
 from tests.layouts.cases import WHOLE
 from tests.tolerance import PARITY, difference
@@ -123,6 +125,16 @@ def test_other_passes_of_looped_models_are_those_of_decoding(method: str, passes
     with reference.engine(other, variants.own_weights(other, state)) as engine, torch.no_grad():
         assert difference(engine.logits(ids), net(ids, passes=passes).logits) < PARITY
         assert difference(engine.logits(ids), net(ids).logits) > 0.01
+
+
+def test_other_numbers_of_passes_that_are_measured() -> None:
+    def numbers(method: str, **options: object) -> list[int]:
+        section = ModelConfig(family="llama", num_layers=6, hidden_size=32, num_heads=4, vocab_size=64)
+        return sweep.other_passes(resolve(RunConfig(model=section, ponder=PonderConfig(method, dict(options)))))
+
+    assert numbers("huginn", recurrence=3) == [1, 2, 4] and numbers("parcae") == [1, 2, 4, 8, 16]
+    assert numbers("loop", extra_passes=1) == numbers("ouro", loops=2) == numbers("nanbeige") == [1, 2, 3, 4]
+    assert numbers("nanbeige", middle=2) == numbers("ponderlm", multiply_by_steps=True) == numbers("vanilla") == []
 
 
 def test_thresholds_are_fitted_to_a_mean_depth(tmp_path: Path) -> None:
