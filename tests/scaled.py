@@ -30,7 +30,7 @@ def scaled(path: Path, run: Path, dataset: str) -> RunConfig:
                   "vocab_size": VOCAB, "ffn_size": 64, "vocab_multiple": 32, "max_positions": LENGTH, "preset": None},
         "data": {"sequence_length": LENGTH, "train": [dataset], "valid": [], "split": "8,2,0", "eod_id": EOD,
                  "tokenizer": None, "cache": None},
-        "parallel": {"tensor": 1, "pipeline": 1, "sequence": False},
+        "parallel": {"tensor": 1, "pipeline": 1, "sequence": False, "experts": 1},
         "train": {"steps": STEPS, "tokens": None, "global_batch": 4, "micro_batch": 4, "eval_batches": 1,
                   "batch_rampup": None},
         "checkpoint": {"load": None, "load_changes": []},
@@ -41,6 +41,8 @@ def scaled(path: Path, run: Path, dataset: str) -> RunConfig:
             setattr(getattr(cfg, section), name, value)
     if cfg.model.freqkv:
         cfg.model.freqkv = {**cfg.model.freqkv, "capacity": 7, "sink": 2}
+    if cfg.model.moe:
+        cfg.model.moe = {**cfg.model.moe, "experts": 4, "top_k": 2}
     if "pause_token_id" in cfg.ponder.options:
         cfg.ponder.options["pause_token_id"] = VOCAB - 1
     ends = [part for part in ("prelude", "coda") if part in cfg.ponder.options]

@@ -100,6 +100,15 @@ PRESETS: dict[str, Preset] = {
     ),
     "mistral-7b": Preset("mistral", 32, 4096, 32, 14336, 32000, 32768, 1e-5, 0.02, {"num_kv_heads": 8}),
     "olmo2-1b": Preset("olmo2", 16, 2048, 16, 8192, 100352, 4096, 1e-6, 0.02, {"rotary_base": 5e5}),
+    # mixtures of experts; ffn_size is the width of an expert
+    "qwen3-30b-a3b": Preset(
+        "qwen3", 48, 2048, 32, 768, 151936, 40960, 1e-6, 0.02,
+        {"num_kv_heads": 4, "head_size": 128, "rotary_base": 1e6, "moe": {"experts": 128, "top_k": 8}},
+    ),
+    "olmoe-1b-7b": Preset(
+        "llama", 16, 2048, 16, 1024, 50304, 4096, 1e-5, 0.02,
+        {"qk_norm": "all", "moe": {"experts": 64, "top_k": 8, "renormalise": False}},
+    ),
     "opt-125m": Preset("opt", 12, 768, 12, 3072, 50272, 2048, 1e-5, 0.02),
     "galactica-30b": Preset("opt", 48, 7168, 56, 28672, 50000, 2048, 1e-5, 0.02, {"activation": "gelu"}),
     # backbones of looped models

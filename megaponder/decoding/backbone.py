@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from megaponder.decoding.configuration import MegaponderConfig
 from megaponder.decoding.depth_attention import mix
 from megaponder.decoding.depth_sources import read
+from megaponder.decoding.moe import Mixture
+from megaponder.decoding.moe_options import read as read_experts
 from megaponder.decoding.passes import View
 from megaponder.decoding.rotary import frequencies
 from megaponder.decoding.wide import linear, wide  # noqa: F401  decoding forms find `linear` here, too
@@ -219,10 +221,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class MLP(nn.Module):
     """SwiGLU, or two matrices with an activation in between."""
 
-    def __init__(self, config: MegaponderConfig):
+    def __init__(self, config: MegaponderConfig, inner: int):
         super().__init__()
         self.activation = config.activation
-        width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        width, bias = config.hidden_size, config.mlp_bias
         if self.activation == "swiglu":
             self.gate_proj = nn.Linear(width, inner, bias=bias)
         self.up_proj = nn.Linear(width, inner, bias=bias)
@@ -244,7 +246,8 @@ class Layer(nn.Module):
         self.input_layernorm = self._norm(config, before)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = self._norm(config, before)
-        self.mlp = MLP(config)
+        experts, make, width = read_experts(feature(config, "moe")), partial(MLP, config), config.intermediate_size
+        self.mlp = make(width) if experts is None else Mixture(experts, config.hidden_size, width, make)
         self.input_layernorm_2, self.post_attention_layernorm_2 = (self._norm(config, after) for _ in range(2))
 
     @staticmethod

@@ -49,6 +49,8 @@ def why_not(ponder: DecodingMethod) -> str:
         return f"attention_window = {config.attention_window}: sliding windows were not tried there"
     if feature(config, "freqkv"):
         return "FreqKV compresses keys, which are the engine's"
+    if feature(config, "moe"):
+        return "mixtures of experts were not tried there"
     if feature(config, "rotary_scaling").get("rope_type") == "dynamic":
         return "dynamic rotary scaling follows the length of one text, and all texts of a batch share one step there"
     return ""

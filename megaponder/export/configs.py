@@ -7,6 +7,7 @@ from typing import Any
 
 from megaponder.config.model import FAMILIES, FEATURES
 from megaponder.config.schema import ModelConfig, RunConfig
+from megaponder.decoding.moe_options import Experts, read
 from megaponder.errors import UserError
 from megaponder.export import compose
 from megaponder.export.formats import FORMATS, Coded, Format
@@ -76,6 +77,10 @@ def needed(m: ModelConfig, form: Format) -> dict[str, Any]:
         if _code(m, code) is not None:
             held.update(code.ours)
     found: dict[str, Any] = {}
+    if form.experts:
+        held.add("moe")
+        if (own := _held_experts(m, form)) != (m.moe or {}):
+            found["moe"] = own
     assert m.hidden_size and m.num_heads
     if "num_kv_heads" not in held and m.num_kv_heads != m.num_heads:
         found["num_kv_heads"] = m.num_heads
@@ -86,6 +91,15 @@ def needed(m: ModelConfig, form: Format) -> dict[str, Any]:
         if name not in held and not without_effect and getattr(m, name) != getattr(family, name):
             found[name] = getattr(family, name)
     return found
+
+
+def _held_experts(m: ModelConfig, form: Format) -> dict[str, Any]:
+    """A model's mixture, if a format with experts can represent it, or else the nearest that it can."""
+    o, plain = read(m.moe), dict(form.experts.values())
+    if o is None:
+        return plain
+    told = Experts(**{name: getattr(o, name) for name in plain})
+    return {name: getattr(o, name) for name in plain} if told != o else dict(m.moe or {})
 
 
 def _code(m: ModelConfig, code: Coded) -> Any:
@@ -146,6 +160,8 @@ def native_config(cfg: RunConfig, kind: str, dtype: str, eos: int | None) -> dic
     out |= {name: legal[0] for name, legal in form.required.items()} | dict.fromkeys(form.without_dropout, 0.0)
     out |= {theirs: _code(m, code) for theirs, code in form.coded.items()}
     out |= dict.fromkeys(form.same_width, m.hidden_size)
+    if (experts := read(m.moe)) is not None:
+        out |= {theirs: getattr(experts, ours) for theirs, (ours, _) in form.experts.items()}
     if form.window:
         out["sliding_window"] = m.attention_window or None
     if form.window == "switched":

@@ -18,6 +18,8 @@ LAYER_NAMES = {
     "pre_mlp_layernorm": "post_attention_layernorm",
     "post_mlp_layernorm": "post_attention_layernorm_2",
     "mlp.linear_fc2": "mlp.down_proj",
+    "mlp.router": "mlp.gate",
+    "mlp.shared_experts.linear_fc2": "mlp.shared_expert.down_proj",
 }
 """A layer's parameters that are the same tensor on both sides: training stage -> modelling file."""
 
@@ -85,6 +87,8 @@ class Format:
     """Theirs, exported as 0.0."""
     layout: Layout | None = None
     rotary: bool = True
+    experts: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    """Theirs -> an option of a mixture (`model.moe`), and transformers' default."""
     window: Literal["", "plain", "switched"] = ""
     """It has a sliding window: `sliding_window`, or that with `use_sliding_window` and the layers that have it."""
 
@@ -238,6 +242,27 @@ _QWEN3 = replace(
     idle=(),
     window="switched",
 )
+_QWEN3_MOE = replace(
+    _QWEN3,
+    architecture="Qwen3MoeForCausalLM",
+    taken={"moe_intermediate_size" if n == "intermediate_size" else n: ours for n, ours in _QWEN3.taken.items()},
+    defaults={name: default for name, default in _QWEN3.defaults.items() if name != "intermediate_size"}
+    | {
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 4,
+        "head_dim": None,
+        "moe_intermediate_size": 768,
+    },
+    required={"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+    idle=("intermediate_size", "output_router_logits"),
+    experts={
+        "num_experts": ("experts", 128),
+        "num_experts_per_tok": ("top_k", 8),
+        "norm_topk_prob": ("renormalise", False),
+        "router_aux_loss_coef": ("aux_weight", 0.001),
+    },
+)
 _QWEN2 = replace(
     _QWEN3,
     family="qwen2",
@@ -323,6 +348,7 @@ FORMATS = {
     "gpt2": _GPT2,
     "qwen2": _QWEN2,
     "qwen3": _QWEN3,
+    "qwen3_moe": _QWEN3_MOE,
     "mistral": _MISTRAL,
     "olmo2": _OLMO2,
     "opt": _OPT,

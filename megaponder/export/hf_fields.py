@@ -88,6 +88,7 @@ def model_config(hf: dict[str, Any], where: str, form: Format | None = None) -> 
             raise UserError(
                 f"{where}: {name} = {width!r}: it must equal hidden_size = {hidden}; there is no projection."
             )
+    experts = _experts(hf, form, where)
     window = _window(hf, form, values[_theirs(form, "num_layers")], where)
     if left := sorted(name for name, value in hf.items() if value not in (None, False, {}, [])):
         raise UserError(
@@ -100,6 +101,8 @@ def model_config(hf: dict[str, Any], where: str, form: Format | None = None) -> 
         ours["rotary_scaling"] = ({original: ours["max_positions"]} if original in needed else {}) | scaling
     if form.window:
         ours["attention_window"] = window
+    if experts:
+        ours["moe"] = experts
     ours["num_kv_heads"] = ours.get("num_kv_heads") or ours["num_heads"]
     ours["ffn_size"] = ours["ffn_size"] or 4 * hidden
     return ModelConfig(family=form.family, embedding_scale="none", **ours)  # type: ignore[arg-type]
@@ -113,6 +116,16 @@ def _decoded(hf: dict[str, Any], theirs: str, code: Coded, form: Format, where: 
         legal = " or ".join(repr(x) for x in code.values)
         raise UserError(f"{where}: {theirs} = {value!r}: it must be {legal} for family {form.family}.")
     yield from ((name, found[0]) for name in code.ours)
+
+
+def _experts(hf: dict[str, Any], form: Format, where: str) -> dict[str, Any]:
+    """The options of a mixture; what says so is taken out of `hf`."""
+    found: dict[str, Any] = {}
+    for theirs, (ours, default) in form.experts.items():
+        same = hf.pop("num_local_experts", default) if theirs == "num_experts" else default  # its name from 5.0 on
+        found[ours] = hf.pop(theirs, same)
+        _refuse_other_type(theirs, found[ours], default, where)
+    return found
 
 
 def _window(hf: dict[str, Any], form: Format, layers: int, where: str) -> int:

@@ -9,6 +9,10 @@ decoder.layers.I.self_attention.linear_proj    model.layers.I.self_attn.o_proj
 decoder.layers.I.pre_mlp_layernorm             model.layers.I.post_attention_layernorm
 decoder.layers.I.mlp.linear_fc1                model.layers.I.mlp.{gate_proj, up_proj}  (gate: SwiGLU only)
 decoder.layers.I.mlp.linear_fc2                model.layers.I.mlp.down_proj
+decoder.layers.I.mlp.router                    model.layers.I.mlp.gate
+decoder.layers.I.mlp.router.expert_bias        model.layers.I.mlp.expert_bias
+decoder.layers.I.mlp.experts.local_experts.E   model.layers.I.mlp.experts.E  (with linear_fc1 and linear_fc2 as above)
+decoder.layers.I.mlp.shared_experts            model.layers.I.mlp.shared_expert
 final_norm, output_layer [V padded]            model.norm, lm_head [V]
 method_modules.X                               method.X  (router.weight, gates.I.0.weight, ...)
 method_entry.X, method_layers.I.X              the same
@@ -29,6 +33,8 @@ from megaponder.export.formats import LAYER_NAMES
 
 Tensors = dict[str, Tensor]
 
+_BESIDE = re.compile(r"self_attn\.[kv]_proj|mlp\.((experts\.\d+|shared_expert)\.)?gate_proj")
+"""Matrices that are a part of another's."""
 _QK_BIASES = {"self_attention.q_bias": "self_attn.q_proj", "self_attention.k_bias": "self_attn.k_proj"}
 _TABLES = {"embedding.word_embeddings.weight": "model.embed_tokens.weight", "output_layer.weight": "lm_head.weight"}
 _OUTER = {
@@ -37,8 +43,10 @@ _OUTER = {
     "final_norm.weight": "model.norm.weight",
     "final_norm.bias": "model.norm.bias",
 }
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)\.(weight|bias)")
-_PLAIN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)\.(weight|bias|expert_bias)")
+_PLAIN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias|expert_bias)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc(.)")
+_PLAIN_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(\w+)_proj")
 NO_ROWS: Mapping[str, int] = {}
 _SAME = ("method_entry.", "method_layers.")
 _METHOD, _PLAIN_METHOD = "method_modules.", "method."
@@ -70,6 +78,7 @@ def to_plain(stage: Tensors, model: ModelConfig, rows: Mapping[str, int] = NO_RO
     out: Tensors = {}
     for name, tensor in stage.items():
         match = _LAYER.fullmatch(name)
+        inner = _mlp_of(match[2]) if match else ""
         if not model.norm_affine and is_norm(name):
             continue
         if name in _OUTER:
@@ -78,23 +87,43 @@ def to_plain(stage: Tensors, model: ModelConfig, rows: Mapping[str, int] = NO_RO
             out[name] = tensor
         elif name.startswith(_METHOD):
             out[_PLAIN_METHOD + name[len(_METHOD) :]] = tensor
+        elif match and match[3] == "expert_bias":
+            out[f"model.layers.{match[1]}.mlp.expert_bias"] = tensor
         elif match and match[2] in LAYER_NAMES:
             out[f"model.layers.{match[1]}.{LAYER_NAMES[match[2]]}.{match[3]}"] = tensor
+        elif match and inner and match[2].endswith(".linear_fc2"):
+            out[f"model.layers.{match[1]}.{inner}.down_proj.{match[3]}"] = tensor
         elif match and match[2] in _QK_BIASES:
             out[f"model.layers.{match[1]}.{_QK_BIASES[match[2]]}.bias"] = tensor
         elif match and match[2] == "self_attention.linear_qkv":
             for letter, part in zip("qkv", split_qkv(tensor, model.num_heads, model.num_kv_heads), strict=True):
                 out[f"model.layers.{match[1]}.self_attn.{letter}_proj.{match[3]}"] = part
-        elif match and match[2] == "mlp.linear_fc1":
+        elif match and inner:
             parts = tensor.chunk(2) if model.gated else (tensor,)
             for part, side in zip(reversed(parts), ("up", "gate"), strict=False):
-                out[f"model.layers.{match[1]}.mlp.{side}_proj.{match[3]}"] = part
+                out[f"model.layers.{match[1]}.{inner}.{side}_proj.{match[3]}"] = part
         else:
             raise UserError(f"the checkpoint's parameter {name} cannot be exported; it belongs to a newer format.")
     for parameter, row in rows.items():
         if row >= model.vocab_size:
             out[f"method.{parameter}.weight"] = stage["embedding.word_embeddings.weight"][row][None]
     return {name: tensor.contiguous() for name, tensor in out.items()}
+
+
+def _mlp_of(name: str) -> str:
+    """The plain name of the MLP that a stage's matrix belongs to; empty if it belongs to none."""
+    if name == "mlp.linear_fc1":
+        return "mlp"
+    if name == "mlp.shared_experts.linear_fc1":
+        return "mlp.shared_expert"
+    return f"mlp.experts.{expert[1]}" if (expert := _EXPERT.fullmatch(name)) else ""
+
+
+def _stage_mlp(name: str) -> str:
+    """The inverse: of a plain matrix."""
+    if expert := _PLAIN_EXPERT.fullmatch(name):
+        return f"mlp.experts.local_experts.{expert[1]}"
+    return {"mlp.up_proj": "mlp", "mlp.shared_expert.up_proj": "mlp.shared_experts"}.get(name, "")
 
 
 def to_stage(plain: Tensors, model: ModelConfig, rows: Mapping[str, int] = NO_ROWS) -> Tensors:
@@ -107,7 +136,10 @@ def to_stage(plain: Tensors, model: ModelConfig, rows: Mapping[str, int] = NO_RO
     out: Tensors = {} if model.norm_affine else _constant_norms(model)
     for name, tensor in plain.items():
         match = _PLAIN_LAYER.fullmatch(name)
-        if match and match[2] in biases and match[3] == "bias":
+        of = _stage_mlp(match[2]) if match else ""
+        if match and match[3] == "expert_bias":
+            out[f"decoder.layers.{match[1]}.mlp.router.expert_bias"] = tensor
+        elif match and match[2] in biases and match[3] == "bias":
             out[f"decoder.layers.{match[1]}.{biases[match[2]]}.bias"] = tensor
         elif name in outer:
             out[outer[name]] = _pad_rows(tensor, model.padded_vocab) if outer[name] in _TABLES else tensor
@@ -123,10 +155,12 @@ def to_stage(plain: Tensors, model: ModelConfig, rows: Mapping[str, int] = NO_RO
             k, v = (_beside(plain, name, "q_proj", f"{x}_proj") for x in "kv")
             fused = fuse_qkv(tensor, k, v, heads=model.num_heads, groups=model.num_kv_heads)
             out[f"decoder.layers.{match[1]}.self_attention.linear_qkv.{match[3]}"] = fused
-        elif match and match[2] == "mlp.up_proj":
+        elif match and of and match[2].endswith(".down_proj"):
+            out[f"decoder.layers.{match[1]}.{of}.linear_fc2.{match[3]}"] = tensor
+        elif match and of and match[2].endswith(".up_proj"):
             gate = [_beside(plain, name, "up_proj", "gate_proj")] if model.gated else []
-            out[f"decoder.layers.{match[1]}.mlp.linear_fc1.{match[3]}"] = torch.cat([*gate, tensor])
-        elif not (match and match[2] in ("self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj")):
+            out[f"decoder.layers.{match[1]}.{of}.linear_fc1.{match[3]}"] = torch.cat([*gate, tensor])
+        elif not (match and _BESIDE.fullmatch(match[2])):
             raise UserError(f"this model has no parameter {name}, which the folder contains.")
     for name, row in in_table.items():
         if name in plain:

@@ -56,7 +56,8 @@ def engine(cfg: RunConfig, state: dict[str, Tensor]) -> Iterator[Engine]:
 
 def load(stage: torch.nn.Module, state: dict[str, Tensor]) -> None:
     """Copy tensors into a stage; every parameter must be given, and nothing else."""
-    own = dict(stage.named_parameters())
+    own: dict[str, Tensor] = dict(stage.named_parameters())
+    own |= {name: buffer for name, buffer in stage.named_buffers() if name.endswith(".expert_bias")}
     if lacking := sorted(own.keys() - state.keys()):
         raise UserError(f"the weights lack {lacking[0]}, which the model has.")
     if extra := sorted(state.keys() - own.keys()):

@@ -191,6 +191,11 @@ class DepthBatch:
                 "a model with FreqKV cannot be batched by depth, since pages keep keys as they are; its texts run as "
                 "one padded batch."
             )
+        if feature(model.config, "moe"):
+            raise UserError(
+                "a model with a mixture of experts cannot be batched by depth, since the rows of an expert change "
+                "from step to step; its texts run as one padded batch."
+            )
         if method.stepwise() is None:
             raise UserError(
                 f"method {method.name} cannot be batched by depth: {method.why_not_batched}; its texts run as one "

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megaponder.decoding.backbone import feature
+from megaponder.errors import UserError
+
 LARGEST = 448.0
 """Of float8_e4m3fn."""
 
@@ -35,6 +38,8 @@ class Linear8(nn.Module):
 
 def quantise(model: Any) -> None:
     """Turn the linear layers of a model's stack into FP8; embedding, head, norms and gates stay as they are."""
+    if feature(model.config, "moe"):
+        raise UserError("experts cannot be turned into FP8: it was never tried; leave the model in its own format.")
     for layer in model.model.layers:
         for module in (layer.self_attn, layer.mlp):
             for name, child in list(module.named_children()):

@@ -23,6 +23,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 NEOX = dict(
@@ -95,6 +97,16 @@ CASES: dict[str, tuple[Any, Any]] = {
         Qwen3ForCausalLM,
         lambda: Qwen3Config(**LLAMA, num_key_value_heads=4, head_dim=8, tie_word_embeddings=True),
     ),
+    "qwen3_moe": (
+        Qwen3MoeForCausalLM,
+        lambda: Qwen3MoeConfig(
+            **{k: v for k, v in ODD_LLAMA.items() if k != "intermediate_size"},
+            **rope(1e6),
+            **dict(head_dim=12, rms_norm_eps=0.1, moe_intermediate_size=20, num_experts=6, num_experts_per_tok=3),
+            norm_topk_prob=True,
+            router_aux_loss_coef=0.02,
+        ),
+    ),
     "gpt2": (GPT2LMHeadModel, lambda: GPT2Config(**GPT2)),
     "gpt2_untied": (
         GPT2LMHeadModel,
@@ -166,6 +178,21 @@ MORE: dict[str, tuple[Any, Any]] = {
 """Tested with MEGAPONDER_WHOLE_MATRIX=1."""
 for moved in ("neox", "neox_tied", "llama_tied", "llama_wide_heads", "qwen3_tied", "gpt2"):
     MORE[moved] = CASES.pop(moved)
+
+
+def as_stored(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Tensors under the names of files: late releases hold all experts of a layer in one tensor, and store each."""
+    out: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        before, found, after = name.partition(".mlp.experts.")
+        if not found or after[0].isdigit():
+            out[name] = tensor
+            continue
+        for e in range(len(tensor)):
+            parts = tensor[e].chunk(2) if after == "gate_up_proj" else (tensor[e],)
+            for part, matrix in zip(parts, after.removesuffix("_proj").split("_"), strict=True):
+                out[f"{before}.mlp.experts.{e}.{matrix}_proj.weight"] = part
+    return out
 
 
 def write(name: str, out: Path, seed: int = 0, **save: Any) -> Any:

@@ -40,7 +40,7 @@ def on_paper(theirs: Any) -> None:
     cfg = run_config(fields, Path("hf"), Path("run"), frozenset())
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(theirs)
-    tensors = dict(model.state_dict())
+    tensors = hf_models.as_stored(dict(model.state_dict()))
     if cfg.model.tie_embeddings:
         tensors = {n: t for n, t in tensors.items() if n not in ("lm_head.weight", "embed_out.weight")}
     plain = to_plain(fields, tensors, cfg, Path("hf"))
@@ -71,8 +71,10 @@ def test_the_default_sizes(kind: str) -> None:
 def test_a_small_default_comes_back(kind: str, tmp_path: Path) -> None:
     """Everything that is no size is as transformers has it."""
     theirs = default(kind)
-    parts = dict.fromkeys(("hidden_size", "intermediate_size", "ffn_dim", "word_embed_proj_dim"), 16)
+    widths = ("hidden_size", "intermediate_size", "moe_intermediate_size", "ffn_dim", "word_embed_proj_dim")
+    parts = dict.fromkeys((*widths, "num_experts"), 16)
     parts |= dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 4)
+    parts = {name: by for name, by in parts.items() if name not in FORMATS[kind].idle}
     small = {name: getattr(theirs, name) // by for name, by in parts.items() if getattr(theirs, name, None)}
     config = default(kind, **small, **FEW_IDS)
     assert config.hidden_size == theirs.hidden_size // 16
@@ -133,6 +135,9 @@ def odd(kind: str, seed: int) -> Any:
     for theirs, code in form.coded.items():
         names = {value: name for name, value in reversed(code.values.items())}  # one name for each meaning
         fields[theirs] = draw.choice([*names.values()])
+    if form.experts:
+        fields |= {"num_experts": draw.randrange(3, 9), "num_experts_per_tok": draw.choice([2, 3])}
+        fields |= {"norm_topk_prob": draw.random() < 0.5, "router_aux_loss_coef": draw.choice([0.001, 0.3])}
     if form.rotary:
         fraction = {} if "rotary_pct" not in form.taken else {"partial_rotary_factor": draw.choice([4, size]) / size}
         fields |= hf_models.rope(draw.choice([1e3, 5e5]), **fraction, **draw.choice(scalings(kind)))

@@ -23,7 +23,7 @@ from tests.tolerance import RTOL
 BASE: dict[str, dict[str, Any]] = {
     "gpt_neox": {"model_type": "gpt_neox", "hidden_size": 32, "num_attention_heads": 4},
     "llama": {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4},
-    **{kind: {"model_type": kind} for kind in ("gpt2", "qwen2", "qwen3", "mistral", "olmo2", "opt")},
+    **{kind: {"model_type": kind} for kind in ("gpt2", "qwen2", "qwen3", "qwen3_moe", "mistral", "olmo2", "opt")},
 }
 
 
@@ -59,6 +59,9 @@ BASE: dict[str, dict[str, Any]] = {
         ("gpt_neox", {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "rotary_emb_base = .* must be equal"),
         ("llama", {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "but rope_parameters.rope_theta = 5"),
         ("qwen3", {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 2}, "has 2 entries for 3 layers"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2: it must be 1"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers = .0.: it must be "),
+        ("qwen3_moe", {"num_experts": "many"}, "num_experts = 'many': it must be a positive integer"),
         ("gpt2", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "type 'dynamic'"),
         ("gpt2", {"activation_function": "silu"}, "activation_function = 'silu'"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),

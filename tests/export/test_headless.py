@@ -154,6 +154,7 @@ def test_refusals(engine: Engine) -> None:
         ({"method_options": METHODS["ouro"] | {"kv_budget": 1}}, "method ouro does not have exactly one row"),
         ({"attention_window": 8}, "attention_window = 8"),
         ({"freqkv": {"capacity": 8, "sink": 1, "ratio": 0.5}}, "FreqKV compresses keys"),
+        ({"moe": {"experts": 3, "top_k": 2}}, "mixtures of experts were not tried"),
         ({"rotary_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic rotary scaling"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -33,6 +33,14 @@ CASES = [
     ("llama", "parcae", {"qk_norm": "rotated"}),
     # few positions, so that few refinements are enough
     ("llama", "ponderlm2", {"max_position_embeddings": 16, "qk_norm": "head", "head_size": 12}),
+    (
+        "llama",
+        "ponderlm",
+        {
+            "moe": {"experts": 5, "top_k": 2, "score": "sigmoid", "scale": 1.5, "shared_ffn": 12, "bias_rate": 0.01},
+            "intermediate_size": 20,
+        },
+    ),
     ("llama", "loop", {"norm_placement": "stream", "qkv_bias": "qk", "rotary_pairs": "adjacent", "activation": "relu"}),
 ]
 if WHOLE:
@@ -42,6 +50,7 @@ if WHOLE:
         ("pythia", "loop", {"norm_placement": "sandwich"}),
         ("pythia", "vanilla", {"num_key_value_heads": 2}),
         ("pythia", "loop", {}),
+        ("llama", "vanilla", {"moe": {"experts": 4, "top_k": 3, "renormalise": False}, "qk_norm": "all"}),
         ("pythia", "ponderlm", {"parallel_residual": False}),
         ("llama", "pause", {}),
         ("gpt2", "loop", {}),

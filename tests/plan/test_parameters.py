@@ -10,6 +10,8 @@ from megaponder.config.load import from_mapping
 from megaponder.config.method_facts import MethodFacts
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import RunConfig
+from megaponder.plan.layer import linear_flops
+from megaponder.plan.moe import inactive
 from megaponder.plan.parameters import model_parameters, rank_parameters
 
 PUBLISHED = {
@@ -18,6 +20,8 @@ PUBLISHED = {
     "qwen2.5-0.5b": 494_032_768,
     "qwen3-0.6b": 596_049_920,
     "mistral-7b": 7_241_732_096,
+    "olmoe-1b-7b": 6_919_161_856,
+    "qwen3-30b-a3b": 30_532_122_624,
     "olmo2-1b": 1_484_916_736,
     "opt-125m": 125_239_296 - 2 * 768,  # OPT's table of positions has two rows that nothing reads
     "pythia-70m": 70_426_624,
@@ -31,6 +35,10 @@ PUBLISHED = {
 }
 
 
+ACTIVE = {"olmoe-1b-7b": 1.28e9, "qwen3-30b-a3b": 3.3e9}
+"""As the model cards say it, rounded."""
+
+
 def config(**sections: Any) -> RunConfig:
     return resolve(from_mapping({"train": {"steps": 1}, **sections}))
 
@@ -38,6 +46,24 @@ def config(**sections: Any) -> RunConfig:
 @pytest.mark.parametrize("preset", sorted(PUBLISHED))
 def test_published_counts(preset: str) -> None:
     assert model_parameters(config(model={"preset": preset}).model).total == PUBLISHED[preset]
+
+
+@pytest.mark.parametrize("preset", sorted(ACTIVE))
+def test_active_parameters_and_flops_are_those_of_the_chosen_experts(preset: str) -> None:
+    model = config(model={"preset": preset}).model
+    active = model_parameters(model).total - inactive(model)
+    assert active == pytest.approx(ACTIVE[preset], rel=0.02)
+    outside = 2 * (model.vocab_size or 0) * (model.hidden_size or 0)
+    norms = model_parameters(model).norms
+    assert (model.num_layers or 0) * linear_flops(model) == 2 * (active - outside - norms)
+
+
+def test_ranks_that_share_experts_add_up() -> None:
+    cfg = config(model={"preset": "olmoe-1b-7b"}, parallel={"experts": 8, "pipeline": 2}, train={"steps": 1})
+    whole = model_parameters(cfg.model, padded=True)
+    stages = [rank_parameters(cfg, MethodFacts(), stage) for stage in range(2)]
+    assert 8 * sum(s.experts for s in stages) == whole.experts
+    assert sum(s.mlp for s in stages) == whole.mlp == 16 * 64 * 2048  # routers
 
 
 @pytest.mark.parametrize(
