@@ -146,6 +146,17 @@ class PonderMoE(MoELayer):
                 setattr(d, name, counts.tolist())
         return super().dispatch(hidden, weights)
 
+    def _forget(self) -> None:
+        """Drop what the dispatcher keeps of this forward's graph.
+
+        The graph leads to the parameters, whose hooks lead back here: a circle that Python's collector cannot see, so
+        that the memory of a model would never be freed.
+        """
+        d: Any = self.token_dispatcher
+        for name, value in list(vars(d).items()):
+            if torch.is_tensor(value) and value.requires_grad:
+                setattr(d, name, None)
+
     def forward(self, x_sbh: Tensor, counted_sb: Tensor) -> tuple[Tensor, Routed]:
         """The mixture for each row, and what the router did; `counted_sb` as in `PonderRouter.forward`."""
         own, shared = x_sbh, self.shared_experts_compute(x_sbh)
@@ -158,6 +169,7 @@ class PonderMoE(MoELayer):
         hidden, weights = self.dispatch(hidden, weights)
         out, _ = self.routed_experts_compute(hidden, weights)
         out = self.postprocess(self.combine(out), None)
+        self._forget()
         if alike:
             out = gather_from_sequence_parallel_region(out, tensor_parallel_output_grad=False, group=self.tp_group)
         return out if shared is None else out + shared, routed

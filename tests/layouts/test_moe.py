@@ -1,0 +1,61 @@
+"""A mixture of experts holds no memory of its model, and where all experts are one the model is a plain one."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megaponder.engine import cuda_on_cpu
+from tests.layouts.cases import CASES, LAYOUTS, disturb, run_config
+from tests.layouts.workers import batches
+
+cuda_on_cpu.install()
+
+from megaponder.backbone.init import global_names  # noqa: E402
+from megaponder.engine import groups  # noqa: E402
+from megaponder.engine.build import build_engine  # noqa: E402
+from megaponder.ponder.settings import method_of  # noqa: E402
+from tests.tolerance import RTOL  # noqa: E402
+
+ONE = LAYOUTS["one-batch1"]
+CASE = CASES["moe-loop-gqa"]
+
+
+def test_a_model_that_is_left_is_freed() -> None:
+    cfg = run_config(CASE, ONE)
+    engine = build_engine(cfg, method_of(cfg), groups.init(cfg))
+    engine.forward_backward(batches(ONE, 0), 0, train=True)
+    stage = weakref.ref(engine.stage)
+    del engine
+    gc.collect()
+    assert stage() is None
+
+
+def test_equal_experts_are_one_mlp() -> None:
+    """Whichever rows they take: weights add up to one, so the mixture of copies of an MLP is that MLP."""
+    moe = {"experts": 4, "top_k": 2, "aux_weight": 0.0}
+    found = []
+    for model in ({"num_kv_heads": 2, "moe": moe}, {"num_kv_heads": 2}):
+        cfg = run_config(replace(CASE, model=model), ONE)
+        engine = build_engine(cfg, method_of(cfg), groups.init(cfg))
+        disturb(engine.stage.named_parameters())
+        named = dict(global_names(engine.stage))
+        for name, parameter in named.items():
+            if ".experts.local_experts." in name or name.endswith((".mlp.linear_fc1.weight", ".mlp.linear_fc2.weight")):
+                generator = torch.Generator().manual_seed(int("linear_fc2" in name))
+                parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator)
+        engine.zero_grad()
+        out = engine.forward_backward(batches(ONE, 0), 0, train=True)
+        found.append((out.loss, {n: p.main_grad.clone() for n, p in named.items()}))
+    (loss, grads), (plain, expected) = found
+    assert loss == pytest.approx(plain, rel=RTOL)
+    for layer in range(2):
+        for matrix in ("linear_fc1", "linear_fc2"):
+            at = f"decoder.layers.{layer}.mlp"
+            total = sum(grads[f"{at}.experts.local_experts.{e}.{matrix}.weight"] for e in range(4))
+            want = expected[f"{at}.{matrix}.weight"]
+            assert float((total - want).abs().max() / want.abs().max()) < RTOL
