@@ -16,7 +16,7 @@ from megaponder.decoding.moe_options import read
 from megaponder.plan import zero
 from megaponder.plan.advice import Change, savings
 from megaponder.plan.flops import StepFlops, mean_executed, mean_needed, micro_batches, plan_flops, steps_seen
-from megaponder.plan.memory import GIB, Memory, rank_memory, settle_graphs
+from megaponder.plan.memory import GIB, Memory, element_bytes, rank_memory, settle_graphs
 from megaponder.plan.moe import inactive
 from megaponder.plan.parameters import Parameters, model_parameters, rank_parameters
 from megaponder.plan.parts import Part, parts
@@ -41,6 +41,18 @@ class Layout:
     """Micro-batches per group of the interleaved schedule; None if it is not used."""
     experts: str = ""
     """Experts of a layer, and how ranks share them; empty without a mixture."""
+
+
+@dataclass(frozen=True)
+class ByStage:
+    """Memory with one of ZeRO's stages."""
+
+    stage: int
+    offload: str
+    total: int
+    """Bytes of a GPU."""
+    main: int
+    """Bytes of main memory for each rank."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +82,8 @@ class Plan:
     gpu_memory_gib: float
     gives_graphs_up: bool
     """Captured passes would not fit, and `precision.cuda_graphs: auto` runs them eagerly."""
-    zero: tuple[tuple[int, str, int], ...]
-    """With DeepSpeed: ZeRO's stage, what is kept in main memory, and the bytes of a GPU."""
+    zero: tuple[ByStage, ...]
+    """With DeepSpeed: every stage."""
     savings: tuple[Change, ...]
     """If the plan does not fit: single changes that save memory, those with which it fits first."""
 
@@ -110,13 +122,15 @@ def _experts(cfg: RunConfig) -> str:
 
 def _by_stage(
     cfg: RunConfig, facts: MethodFacts, passes: Any, world_size: int, own: OwnParameters, te: bool
-) -> tuple[tuple[int, str, int], ...]:
+) -> tuple[ByStage, ...]:
     if cfg.zero is None:
         return ()
-    found = []
+    held, found = rank_parameters(cfg, facts, 0, own), []
     for stage, offload in zero.choices(cfg):
-        one = rank_memory(zero.with_choice(cfg, stage, offload), facts, passes, world_size, 0, own, te)
-        found.append((stage, offload, one.total))
+        one = zero.with_choice(cfg, stage, offload)
+        total = rank_memory(one, facts, passes, world_size, 0, own, te).total
+        main = zero.main_memory(one, held, element_bytes(cfg.precision), world_size)
+        found.append(ByStage(stage, offload, total, main))
     return tuple(found)
 
 

@@ -104,9 +104,11 @@ def memory_table(plan: Plan) -> Table:
 
 def zero_table(plan: Plan) -> Table:
     """Memory per GPU by ZeRO's stage."""
-    table = _table("Memory per GPU by ZeRO's stage, GiB", "parallel.zero_stage", "parallel.offload", "total")
-    for stage, offload, total in plan.zero:
-        table.add_row(str(stage), offload, f"{total / GIB:.2f}")
+    columns = ("parallel.zero_stage", "parallel.offload", "a GPU", "main memory of a rank")
+    table = _table("Memory by ZeRO's stage, GiB", *columns)
+    for one in plan.zero:
+        main = f"{one.main / GIB:.2f}" if one.main else "-"
+        table.add_row(str(one.stage), one.offload, f"{one.total / GIB:.2f}", main)
     return table
 
 

@@ -7,7 +7,7 @@
     3        a share, and    a share in FP32, a bucket    a share
              what is gathered
 
-What lies in main memory (`parallel.offload`) takes nothing on the GPU.
+What lies in main memory (`parallel.offload`) takes nothing on the GPU; `main_memory` counts it.
 """
 
 from __future__ import annotations
@@ -59,3 +59,9 @@ def states(cfg: RunConfig, held: Parameters, element: int, dp: int) -> tuple[int
         if stage == 3 or (stage == 2 and element == 4):  # in BF16 stage 2 adds micro-batches up on the GPU
             gradients -= 4 * share
     return weights, gradients, optimizer
+
+
+def main_memory(cfg: RunConfig, held: Parameters, element: int, dp: int) -> int:
+    """Bytes of main memory for a rank: moments, FP32 weights and gradients, and its shard of the weights."""
+    share = -(-held.total // dp)
+    return {"none": 0, "optimizer": 16 * share, "weights": (16 + element) * share}[cfg.parallel.offload]

@@ -90,7 +90,8 @@ def _refuse_what_cannot_fit(cfg: RunConfig, method: Method, world_size: int, mac
         raise UserError(
             f"The model does not fit: its weights, gradients and optimizer state take {need / GIB:,.1f} GiB of the "
             f"{room / GIB:,.1f} GiB of {where}; use a smaller one, or spread it over more processes with "
-            "parallel.tensor, parallel.pipeline or parallel.distributed_optimizer (see megaponder plan)."
+            "parallel.tensor, parallel.pipeline, parallel.distributed_optimizer or train.engine: deepspeed (see "
+            "megaponder plan)."
         )
 
 

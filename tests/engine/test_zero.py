@@ -43,7 +43,7 @@ MORE = ("loop-llama-gqa", "vanilla-llama-tied", "ponderlm2-drawn-pythia", "adapo
 @pytest.fixture(scope="module")
 def found() -> dict:
     cases = {case: ALL[BF16 in case :] for case in (*CASES, *MORE)} if WHOLE else CASES
-    return run_workers("tests.engine.zero_workers:both", 2, args={"cases": cases, "count": COUNT})[0]
+    return run_workers("tests.engine.zero_workers:both", 2, args={"cases": cases, "count": COUNT}, timeout=3000)[0]
 
 
 def test_steps_are_those_of_the_first_engine(found: dict):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import io
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from megaponder.cli.main import main
 from megaponder.config.gpus import GPUS, find_gpu
 from megaponder.config.load import from_mapping
 from megaponder.config.resolve import resolve
@@ -55,6 +57,23 @@ def test_the_peak_of_the_configuration_wins() -> None:
     cfg = config()
     cfg.logging.peak_tflops = 100.0
     assert plan_of(cfg).peak_tflops == 100.0
+
+
+def test_every_stage_of_zero_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """By the short name of the engine; 8 ranks."""
+    path = str(Path(__file__).parents[2] / "configs" / "llama-1.4b-ponderlm.yaml")
+    words = ["plan", path, "--engine", "deepspeed", "--world-size", "8", "--json"]
+    assert main([*words, "--parallel.zero_stage", "3", "--parallel.offload", "weights"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    found = {(one["stage"], one["offload"]): one for one in plan["zero"]}
+    assert list(found) == [(1, "none"), (1, "optimizer"), (2, "none"), (2, "optimizer"), (3, "none"), (3, "optimizer"),
+                           (3, "weights")]  # fmt: skip
+    totals = [found[stage, "none"]["total"] for stage in (1, 2, 3)]
+    assert totals == sorted(totals, reverse=True)
+    assert found[3, "weights"]["total"] == plan["stages"][0]["total"] < found[3, "optimizer"]["total"] < totals[-1]
+    share = plan["stage_parameters"][0] / 8
+    assert found[2, "optimizer"]["main"] == pytest.approx(16 * share)
+    assert found[3, "weights"]["main"] == pytest.approx(18 * share)
 
 
 def test_json_is_complete() -> None:
