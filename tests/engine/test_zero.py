@@ -37,13 +37,13 @@ CASES: dict[str, list[Choice]] = {
 MORE = ("loop-llama-gqa", "vanilla-llama-tied", "ponderlm2-drawn-pythia", "adaponderlm-budget", "ponderlm3-budget",
         "ponderlm-topk-gpt2-tied", "huginn-llama", "parcae-llama", "ouro-sandwich", "depth-across-gqa",
         "adaptive-cot-skip-gqa", "eslm-global", "everything-llama", "detached-llama")  # fmt: skip
-"""Only with MEGAPONDER_WHOLE_MATRIX, at all stages."""
+"""Only with MEGAPONDER_WHOLE_MATRIX, with all that can be sharded, offloaded and recomputed."""
 
 
 @pytest.fixture(scope="module")
 def found() -> dict:
-    cases = {case: ALL[BF16 in case :] for case in (*CASES, *MORE)} if WHOLE else CASES
-    return run_workers("tests.engine.zero_workers:both", 2, args={"cases": cases, "count": COUNT}, timeout=3000)[0]
+    cases = CASES | (dict.fromkeys(MORE, ALL[-1:]) if WHOLE else {})
+    return run_workers("tests.engine.zero_workers:both", 2, args={"cases": cases, "count": COUNT}, timeout=1800)[0]
 
 
 def test_steps_are_those_of_the_first_engine(found: dict):
@@ -89,6 +89,5 @@ def test_plan_counts_what_a_stage_holds(found: dict):
 
 
 def test_weights_are_released_after_every_pass():
-    few, many = run_workers("tests.engine.zero_workers:most_whole", 2, args={"case": "loop-llama-gqa", "layers": 4})
-    assert few == many
-    assert few["backward"] == few["forward"] < few["model"] / 4
+    first, second = run_workers("tests.engine.zero_workers:most_whole", 2, args={"case": "loop-llama-gqa", "layers": 6})
+    assert first == second == {"forward": 3584, "backward": 3584, "model": 56832}  # MLP's gate and up of one layer

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megaponder.checkpoint import folder
+from megaponder.checkpoint import folder, reader
 from tests.distributed import Workers
 from tests.training.conftest import HERE, Base, run
 from tests.training.test_resume import assert_overlays
@@ -24,12 +25,19 @@ STAGES: dict[str, dict[str, Any]] = {
 }
 
 
+def stored(run: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all tensors in the last checkpoint but random states, which each rank has."""
+    path = folder.final(run / "checkpoints", 8)
+    return {name: shape for name, shape in reader.shapes(path).items() if not name.startswith("random.")}
+
+
 def test_each_engine_continues_the_others_checkpoints(base: Base):
     there = [base.copy(f"zero-{name}") | ENGINE | changes for name, changes in STAGES.items()]
     _, output = run("run_many", 2, jobs=there)
     assert "Resuming from checkpoint" in output
     for name in STAGES:
         assert_overlays(base, f"zero-{name}")
+        assert stored(base.root / f"zero-{name}") == {n: s for n, s in stored(base.run).items() if "ema" not in n}
     back = [base.copy(f"back-{name}", source=f"zero-{name}", upto=6) for name in STAGES]
     back[-1] |= ENGINE | STAGES["stage1"]  # another stage
     run("run_many", 2, jobs=[job | {"optimizer__ema_decay": 0.0} for job in back])
