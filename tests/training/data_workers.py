@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.layouts.cases import WHOLE
 from tests.training.fault_workers import LAYOUTS, _changes, _in_training, _replace, _train, _watch_memory
 
 
@@ -42,7 +43,7 @@ def _at_step(step: int, action: Callable[[], object]) -> None:
 def empty_batches(root: str, data: str) -> dict[str, Any]:
     """On each layout: a step without targets and a step of which one micro-batch has none; what either has changed."""
     results: dict[str, Any] = {}
-    layouts = LAYOUTS | {"tp2": {"parallel__tensor": 2}, "dp2": {}}
+    layouts = {"dp2": {}, **LAYOUTS, **({"tp2": {"parallel__tensor": 2}} if WHOLE else {})}
     for name, changes in layouts.items():
         found: dict[int, dict[str, Any]] = {}
         _watch_memory({3, 4, 5}, found)

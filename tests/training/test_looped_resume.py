@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.layouts.cases import WHOLE
 from tests.tolerance import ATOL, RTOL
 from tests.training.conftest import Base, run
 
@@ -16,12 +17,11 @@ HUGINN: dict[str, Any] = {
     "ponder__options": {"prelude": 1, "coda": 1, "recurrence": 2, "kept": 1, "draw_to": 3},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "stages-1-3": {"parallel__pipeline": 2, "parallel__stage_layers": [1, 3]},
-    "stages-3-1-recompute": {
-        "parallel__pipeline": 2, "parallel__stage_layers": [3, 1], "parallel__recompute": "layer",
-    },
+    "stages-1-3": {"parallel__pipeline": 2, "parallel__stage_layers": [1, 3], "parallel__recompute": "layer"},
     "dp2-overlap": {"parallel__distributed_optimizer": True, "parallel__overlap_grad_reduce": True},
-}  # fmt: skip
+}
+if WHOLE:
+    LAYOUTS["stages-3-1"] = {"parallel__pipeline": 2, "parallel__stage_layers": [3, 1]}
 
 
 def assert_goes_on(base: Base, name: str) -> None:

@@ -286,7 +286,7 @@ def test_another_path_is_told_and_another_dataset_under_it_is_refused(base: Base
     assert "There is nothing to do: 5 steps are done, which is the whole budget of 5." in output
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *([signal.SIGINT] if WHOLE else [])])
 def test_a_signal_to_one_rank_saves_and_stops_all(base: Base, number: int):
     name = f"stopped-{number}"
     job = {"run": str(base.root / name), "data": base.data, "parallel__pipeline": 2}
@@ -332,9 +332,8 @@ def test_a_budget_goes_on_in_the_middle_of_its_ramp(base: Base):
     assert_same("budget-same", exact=True)
     layouts: dict[str, dict[str, object]] = {
         "budget-pp2": {"parallel__pipeline": 2},
-        "budget-tp2-sp": {"parallel__tensor": 2, "parallel__sequence": True},
         "budget-distopt-skip": skipping | LAYOUTS["dp2-distopt-overlap-async"],
-    }
+    } | ({"budget-tp2-sp": LAYOUTS["tp2-sp"]} if WHOLE else {})
     run("run_many", 2, jobs=[base.copy(n, source="budget") | BUDGET | changes for n, changes in layouts.items()])
     for name in layouts:
         assert_same(name, exact=False)

@@ -103,11 +103,10 @@ def test_two_processes_give_the_series_of_one(tmp_path: Path) -> None:
     python(tmp_path, sys.executable, "-m", "megaponder", *train, "one")
     printed = [
         python(tmp_path, forks.python(), *TORCHRUN, "megaponder", *train, "pp2", "--parallel.pipeline", "2"),
-        command(tmp_path, 2, *train, "tp2", "--parallel.tensor", "2"),
         two_nodes(tmp_path, "run.yaml", "--run", "nodes", "--parallel.pipeline", "2"),
     ]
 
-    one, *others = (read(tmp_path / name / "metrics.jsonl") for name in ("one", "pp2", "tp2", "nodes"))
+    one, *others = (read(tmp_path / name / "metrics.jsonl") for name in ("one", "pp2", "nodes"))
     assert [row["step"] for row in one] == [1, 2, 3, 4] and one[3]["loss"] < one[0]["loss"]
     for rows in others:
         for key in ("loss", "grad_norm", "validation_loss", "learning_rate"):
