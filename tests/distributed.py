@@ -90,9 +90,12 @@ class Workers:
 
     def kill(self) -> None:
         """SIGKILL for every worker and all its children, at once."""
-        for pid in self.pids:
+        for pid, code in zip(self.pids, self.poll(), strict=True):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
+            if code is None:  # it may not have got to its own session yet
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         for process in self._processes:
             process.wait()
 

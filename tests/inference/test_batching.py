@@ -75,10 +75,10 @@ def test_text_and_depths_are_those_of_one_text_alone(method: str, family: str) -
 def test_rows_give_way_and_resume_with_halting() -> None:
     net = models.model("llama", "adaponderlm").double()
     batch = DepthBatch(net, rows=4, tokens=40, pages=11)
-    assert [(x.tokens, x.depths) for x in batch.run(prompts(), NEW)] == [alone(net, p) for p in prompts()]
-    assert batch.counts.preempted > 0 and batch.counts.prompt_rows > sum(
-        sum(alone(net, p)[1][: len(p) - 1]) for p in prompts()
-    )
+    want = [alone(net, prompt) for prompt in prompts()]
+    assert [(x.tokens, x.depths) for x in batch.run(prompts(), NEW)] == want
+    of_prompts = sum(sum(depths[: len(p) - 1]) for p, (_, depths) in zip(prompts(), want, strict=True))
+    assert batch.counts.preempted > 0 and batch.counts.prompt_rows > of_prompts
     assert batch.counts.most_pages <= 11 and batch.counts.most_slots <= 11 * PAGE
     with pytest.raises(UserError, match="needs more"):
         DepthBatch(net, rows=2, tokens=40, pages=4).run(prompts(), NEW)
