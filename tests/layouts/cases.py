@@ -221,7 +221,7 @@ CASES = {
     "moe-skip": Case(
         "llama",
         "adaponderlm",
-        {"target": 0.0, "threshold": 0.5, "steps": 2, "cost_weight": 0.3},
+        {"target": 0.0, "threshold": 0.4, "steps": 2, "cost_weight": 0.3},
         {"num_kv_heads": 2, "moe": {"experts": 4, "top_k": 2, "aux_weight": 0.5}},
         skip=True,
     ),
