@@ -159,6 +159,7 @@ class PonderMoE(MoELayer):
 
     def forward(self, x_sbh: Tensor, counted_sb: Tensor) -> tuple[Tensor, Routed]:
         """The mixture for each row, and what the router did; `counted_sb` as in `PonderRouter.forward`."""
+        x_sbh = x_sbh.contiguous()  # as dispatchers expect it
         own, shared = x_sbh, self.shared_experts_compute(x_sbh)
         alike = self.tp_group.size() > 1 and not self.config.sequence_parallel  # all tensor ranks hold all rows
         if alike:

@@ -35,6 +35,14 @@ def test_a_model_that_is_left_is_freed() -> None:
     assert stage() is None
 
 
+def test_rows_may_lie_in_any_order_in_memory() -> None:
+    """A gathered pass of several sequences, for example, has them one after the other."""
+    cfg = run_config(CASE, ONE)
+    mixture = build_engine(cfg, method_of(cfg), groups.init(cfg)).stage.decoder.layers[0].mlp
+    rows = torch.randn(3, 5, 32, generator=torch.Generator().manual_seed(1)).transpose(0, 1)
+    assert torch.equal(mixture(rows, torch.ones(5, 3))[0], mixture(rows.contiguous(), torch.ones(5, 3))[0])
+
+
 def test_equal_experts_are_one_mlp() -> None:
     """Whichever rows they take: weights add up to one, so the mixture of copies of an MLP is that MLP."""
     moe = {"experts": 4, "top_k": 2, "aux_weight": 0.0}
