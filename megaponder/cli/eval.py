@@ -18,11 +18,11 @@ SAMPLE = 65_536
 
 EPILOG = """\
 examples
-  megaponder eval runs/first                                      the data.valid of the run
+  megaponder eval runs/first                                      the data.valid of the run (a split needs --data)
   megaponder eval hf/first --data wiki=data/wiki books=data/books an export, two datasets, and both together
   megaponder eval runs/ada --data data/wiki --thresholds 0.1 0.5  the same weights, halting earlier
   megaponder eval runs/first --data data/wiki --passes 1 2 3 4 --json table.json
-  megaponder eval runs/ada --depth                                who gets the passes and what they bring; for compare
+  megaponder eval runs/ada --data data/wiki --depth               who gets the passes and what they bring; for compare
   megaponder eval hf/first --tasks lambada_openai piqa            tasks of lm-eval (extra megaponder[eval])
 
 PATH is a checkpoint, a run folder (its newest one), or a Hugging Face folder.  A dataset is one that `megaponder

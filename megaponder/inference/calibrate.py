@@ -143,10 +143,12 @@ class Measured:
         text = torch.from_numpy(np.stack([self.texts.ids[i] for i in rows])).to(self.model.device)
         ids, targets = text[:, :-1], text[:, 1:]
         if self.rule.sequential:
+            from megaponder.decoding.model import CACHE_FIELD
+
             cache, parts, seen = None, [], []
             for i in range(ids.shape[1]):
-                out = self.model(ids[:, i : i + 1], past_key_values=cache, use_cache=True, output_depths=True)
-                cache = out.get("cache", out.get("past_key_values"))
+                out = self.model(ids[:, i : i + 1], use_cache=True, output_depths=True, **{CACHE_FIELD: cache})
+                cache = out[CACHE_FIELD]
                 parts.append(out.logits)
                 seen.append(out.depths)
             logits, depths = torch.cat(parts, 1), torch.cat(seen, 1)

@@ -125,7 +125,9 @@ def generate(
     texts = out.sequences[:, ids.shape[1] :].tolist()
     if not depths:
         return [_finish(loaded, p, row) for p, row in zip(prompts, texts, strict=True)]
-    cache = out.get("cache", out.get("past_key_values"))
+    from megaponder.decoding.model import CACHE_FIELD
+
+    cache = out.get(CACHE_FIELD)
     found = cache.depths() if hasattr(cache, "depths") else None
     if found is None:
         raise UserError(f"{source}: its depths are not known; depths need a pondering model and the cache.")
