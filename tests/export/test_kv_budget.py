@@ -122,7 +122,7 @@ def test_slots_are_as_many_as_the_budget(net: Any) -> None:
     assert cache.slots.used == 2 * 14 and cache.depths().tolist() == [[3] * 7] * 2
     for given, words in (
         ({"kv_budget": -1}, "kv_budget = -1: it must be at least 0"),
-        ({"kv_rule": "x"}, "kv_rule = 'x': it must be one of ring, anchor"),
+        ({"kv_rule": "x"}, "kv_rule = 'x': it must be ring or anchor; use ring"),
     ):
         with pytest.raises(ValueError, match=words):
             net(torch.tensor(PUBLIC["ids"]), **given)
