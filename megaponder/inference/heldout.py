@@ -125,8 +125,8 @@ def datasets(cfg: RunConfig, named: Sequence[str], flag: str = "--data") -> dict
         found = _of_run(cfg)
         if not found:
             raise UserError(
-                "--data is missing, and data.valid of this model is empty; name a dataset that was not trained on, as in "
-                "--data NAME=PREFIX (what data.split holds out is a part of one, which only training reads)."
+                "--data is missing, and data.valid of this model is empty; name a dataset that was not trained on, as "
+                "in --data NAME=PREFIX (what data.split holds out is a part of one, which only training reads)."
             )
     else:
         found = {}
