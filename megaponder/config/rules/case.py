@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,11 @@ def require(holds: bool, field: str, value: Any, rule: str, fix: str) -> None:
     """Raise ConfigError unless the rule holds."""
     if not holds:
         raise ConfigError(field, value, rule, fix)
+
+
+def require_option(section: str, name: str, value: Any, known: Collection[str]) -> None:
+    """Raise ConfigError unless a section has an option of this name."""
+    require(name in known, f"{section}.{name}", value, f"its options are {', '.join(known)}", "take it out")
 
 
 def divisors(n: int) -> list[int]:

@@ -6,7 +6,7 @@ import math
 from dataclasses import fields
 from typing import Any
 
-from megaponder.config.rules.case import Case, Rule, nearest_divisor, require
+from megaponder.config.rules.case import Case, Rule, nearest_divisor, require, require_option
 from megaponder.config.stages import stage_range
 from megaponder.decoding.depth_sources import CHOICES, DepthAttention, read
 
@@ -19,7 +19,7 @@ def depth_attention_is_whole(c: Case) -> None:
     given, layers = c.cfg.model.depth_attention or {}, c.cfg.model.num_layers or 1
     for name, value in given.items():
         field = f"{FIELD}.{name}"
-        require(name in KNOWN, field, value, f"its options are {', '.join(KNOWN)}", "take it out")
+        require_option(FIELD, name, value, KNOWN)
         if name in CHOICES:
             legal = CHOICES[name]
             require(value in legal, field, value, f"it must be {' or '.join(legal)}", f"use {legal[0]}")

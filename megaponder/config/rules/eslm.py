@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megaponder.config.eslm import OPTIONS, SCOPES, SCORES
-from megaponder.config.rules.case import Case, Rule, require
+from megaponder.config.rules.case import Case, Rule, require, require_option
 
 FIELD = "train.eslm"
 
@@ -14,7 +14,7 @@ def eslm_is_whole(c: Case) -> None:
     """Each option is known and legal, and the score is named."""
     given = c.cfg.train.eslm or {}
     for name, value in given.items():
-        require(name in OPTIONS, f"{FIELD}.{name}", value, f"its options are {', '.join(OPTIONS)}", "take it out")
+        require_option(FIELD, name, value, OPTIONS)
     if not given:
         return
     require("by" in given, FIELD, given, "it needs by, the score of a token: loss or entropy", "add by: loss")

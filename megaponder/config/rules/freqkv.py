@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megaponder.config.rules.case import Case, Rule, require
+from megaponder.config.rules.case import Case, Rule, require, require_option
 from megaponder.decoding.freqkv_blocks import OPTIONS, read
 
 FIELD = "model.freqkv"
@@ -12,7 +12,7 @@ def freqkv_is_whole(c: Case) -> None:
     """Each option of FreqKV is known and legal, and something is left of what is compressed."""
     given = c.cfg.model.freqkv or {}
     for name, value in given.items():
-        require(name in OPTIONS, f"{FIELD}.{name}", value, f"its options are {', '.join(OPTIONS)}", "take it out")
+        require_option(FIELD, name, value, OPTIONS)
     if not given:
         return
     require("capacity" in given, FIELD, given, "it needs capacity, the rows of keys and values", "add capacity: 4096")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megaponder.config.rules.case import Case, Rule, nearest_divisor, nearest_multiple, require
+from megaponder.config.rules.case import Case, Rule, nearest_divisor, nearest_multiple, require, require_option
 from megaponder.decoding.moe_options import OPTIONS, read
 
 FIELD = "model.moe"
@@ -15,7 +15,7 @@ def moe_is_whole(c: Case) -> None:
     """Each option of a mixture is known and legal."""
     given = c.cfg.model.moe or {}
     for name, value in given.items():
-        require(name in OPTIONS, f"{FIELD}.{name}", value, f"its options are {', '.join(OPTIONS)}", "take it out")
+        require_option(FIELD, name, value, OPTIONS)
     if not given:
         return
     for name, of in (("experts", "the number of experts of a layer"), ("top_k", "the experts that a row takes")):
