@@ -82,21 +82,20 @@ def packed(
     exists, begin = keys >= 0, rows.cumsum(0) - rows
     line = torch.arange(shape[0], device=seq.device).repeat_interleave(rows)
     own = not store.merge and most > 1 and 2 * len(seq) >= keys.numel()
-    if own and bool((exists | (key_token > token[begin + rows - 1][:, None])).all()):
-        # Most tokens have a row.  Where each stands at its token's place, attention is plainly causal: it computes half
-        # of the square, and needs no mask.
+    if own := own and bool((exists | (key_token > token[begin + rows - 1][:, None])).all()):
+        # Most tokens have a row, and what is missing comes after all rows of its sequence.  Where each stands at its
+        # token's place, attention is plainly causal: it computes half of the square, and needs no mask.
         shape, row_token = (shape[0], last + 1), key_token
         place = None if len(seq) == keys.numel() else line * (last + 1) + token
-        exists = torch.ones_like(exists)  # what is missing comes after all rows of its sequence
     elif shape[0] * shape[1] != len(seq):
         place = line * shape[1] + torch.arange(len(seq), device=seq.device) - begin[line]
         filled = token[begin].repeat_interleave(shape[1])  # rows that do not exist read what the first one reads
         row_token = filled.index_copy(0, place, token)
     row_token = row_token.view(shape)
     mask: Tensor | None = None
-    causal = shape[1] == keys.shape[1] and bool((row_token == key_token).all() if shape[1] > 1 else True)
+    causal = shape[1] == keys.shape[1] and (shape[1] == 1 or own or bool((row_token == key_token).all()))
     newest = shape[1] == 1 and earliest == last  # of every sequence the last token alone: it reads all
-    if not (causal or newest) or not bool(exists.all()):
+    if not own and not ((causal or newest) and bool(exists.all())):
         mask = (key_token[:, None] <= row_token[..., None]) & exists[:, None]
         mask = None if shape[1] == 1 and bool(mask.all()) else mask[:, None]
     blocks: list[tuple[int, int, int]] = []
