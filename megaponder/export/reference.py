@@ -122,6 +122,7 @@ def export_logits(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
     so that the results are comparable with the checkpoint's.
     """
     from megaponder.decoding.method import DecodingMethod
+    from megaponder.decoding.model import CACHE_FIELD
     from megaponder.export import compose
 
     form = compose.decoding_class(model.config.method) if hasattr(model, "ponder") else DecodingMethod
@@ -131,12 +132,11 @@ def export_logits(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
     try:
         options.update(form.as_trained)
         first = model(ids[:, :-STEPWISE], use_cache=True, **form.as_decoded)
-        name = "cache" if "cache" in first else "past_key_values"
-        parts, cache = [first.logits], first[name]
+        parts, cache = [first.logits], first[CACHE_FIELD]
         for i in range(ids.shape[1] - STEPWISE, ids.shape[1]):
-            step = model(ids[:, i : i + 1], use_cache=True, **{name: cache})
+            step = model(ids[:, i : i + 1], use_cache=True, **{CACHE_FIELD: cache})
             parts.append(step.logits)
-            cache = step[name]  # with transformers 4.51 GPT-2 and OPT return a new one
+            cache = step[CACHE_FIELD]  # with transformers 4.51 GPT-2 and OPT return a new one
     finally:
         options.update(before)
     return whole.float(), torch.cat(parts, dim=1).float()

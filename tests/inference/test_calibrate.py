@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megaponder.cli.main import main
+from megaponder.decoding.model import CACHE_FIELD
 from megaponder.export.load import load_folder
 from megaponder.inference.calibrate import Measured, Texts, read_texts
 from megaponder.inference.exit_rules import rule_of
@@ -68,7 +69,7 @@ def decoded(net: Any, text: np.ndarray, **given: Any) -> tuple[torch.Tensor, tor
     cache, logits, depths = None, [], []
     for token in text[:-1].tolist():
         out = net(torch.tensor([[token]]), cache=cache, use_cache=True, output_depths=True, **given)
-        cache = out.get("cache", out.get("past_key_values"))
+        cache = out[CACHE_FIELD]
         logits.append(out.logits[0, 0])
         depths.append(out.depths[0, 0])
     return torch.stack(logits), torch.stack(depths)
