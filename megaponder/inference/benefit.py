@@ -190,9 +190,8 @@ def _counts(prefixes: Sequence[str], vocab_size: int) -> np.ndarray:
     total = np.zeros(vocab_size, np.int64)
     for prefix in prefixes:
         index = read_index(prefix)
-        ids = np.memmap(index.prefix + ".bin", dtype=index.dtype, mode="r", shape=(index.tokens,))
-        for begin in range(0, len(ids), 1 << 22):
-            total += np.bincount(ids[begin : begin + (1 << 22)], minlength=vocab_size)[:vocab_size]
+        for begin in range(0, index.tokens, 1 << 22):
+            total += np.bincount(index.ids[begin : begin + (1 << 22)], minlength=vocab_size)[:vocab_size]
     return total
 
 

@@ -90,7 +90,6 @@ class Calibrated:
 def read_texts(prefix: str, eod: int | None, count: int, length: int, seed: int) -> Texts:
     """`count` documents of a dataset, or all where it has fewer, at random, of at most `length` targets each."""
     index = read_index(prefix)
-    ids = np.memmap(index.prefix + ".bin", dtype=index.dtype, mode="r", shape=(index.tokens,))
     edges = np.asarray(index.edges[:])
     found: list[np.ndarray] = []
     for document in np.random.default_rng(seed).permutation(len(edges) - 1):
@@ -98,7 +97,7 @@ def read_texts(prefix: str, eod: int | None, count: int, length: int, seed: int)
         if last <= first or len(found) == count:
             continue
         begin = int(index.offsets[first]) // index.dtype.itemsize
-        text = ids[begin : begin + min(index.tokens_in(first, last), length + (eod is None))].astype(np.int64)
+        text = index.ids[begin : begin + min(index.tokens_in(first, last), length + (eod is None))].astype(np.int64)
         text = text if eod is None else np.concatenate([[eod], text])
         if len(text) > 1:
             found.append(text)

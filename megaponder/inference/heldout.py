@@ -187,13 +187,12 @@ def windows(
     index: Index, length: int, eod_id: int | None, limit: int | None = None, skip: int = 0
 ) -> Iterator[tuple[np.ndarray, int]]:
     """(length + 1 token ids, targets that are real) one after another; `limit` targets at most, after `skip` others."""
-    ids = np.memmap(index.prefix + ".bin", dtype=index.dtype, mode="r", shape=(index.tokens,))
     ahead = 0 if eod_id is None else 1  # the first token is then a target, too
     total = index.tokens + ahead - 1 if limit is None else min(skip + limit, index.tokens + ahead - 1)
     for begin in range(skip, total, length):
         real = min(length, total - begin)
         first = begin - ahead
-        part = ids[max(0, first) : first + real + 1].astype(np.int64)
+        part = index.ids[max(0, first) : first + real + 1].astype(np.int64)
         if first < 0:
             part = np.concatenate([[eod_id], part])
         yield np.pad(part, (0, length - real)), real
