@@ -59,12 +59,12 @@ def test_a_branch_goes_on_as_the_run_did_or_cools_down(base: Base, capsys: pytes
     ],
 )  # fmt: skip
 def test_branches_that_cannot_be(base: Base, words: list[str], expected: str, capsys: pytest.CaptureFixture[str]):
-    names = {"RUN": str(base.run), "NEW": str(base.root / "never")}
+    names = {"RUN": str(base.run), "NEW": str(base.root / "no-branch")}
     for name, path in names.items():
         expected = expected.replace(name, path)
     assert main(["branch", str(base.run), *(names.get(word, word) for word in words)]) == 2
     assert expected in capsys.readouterr().err
-    assert not list(base.root.glob("*never*"))
+    assert not list(base.root.glob("*no-branch*"))
 
 
 def test_means_of_checkpoints_and_the_moving_average(base: Base, capsys: pytest.CaptureFixture[str]):
