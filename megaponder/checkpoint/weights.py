@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megaponder.checkpoint import reader
 from megaponder.checkpoint.choose import locate
+from megaponder.checkpoint.home import at_home
 from megaponder.checkpoint.state import CONFIG, load_saved_config
 from megaponder.config.schema import RunConfig
 from megaponder.errors import ConfigError, UserError
@@ -15,9 +16,10 @@ from megaponder.ponder.settings import check_shape
 
 
 def read_config(folder: Path) -> RunConfig:
-    """The configuration of the run that saved; UserError if it is not valid."""
+    """The configuration of the run that saved, with paths that are found from here (`at_home`); UserError if it is not
+    valid."""
     try:
-        cfg = load_saved_config(folder)
+        cfg = at_home(load_saved_config(folder), folder)
         check_shape(cfg)
     except ConfigError as error:
         raise UserError(f"Checkpoint {folder} has an invalid configuration: {error}") from None

@@ -34,7 +34,10 @@ def add_parser(commands: Commands) -> None:
     add_plugin(parser)
     parser.add_argument("model", metavar="MODEL", help="run folder, checkpoint folder or exported Hugging Face folder")
     prompts = parser.add_argument(
-        "prompts", nargs="+", metavar="PROMPT", help="text to continue; - reads standard input"
+        "prompts",
+        nargs="+",
+        metavar="PROMPT",
+        help="text to continue, empty for a new document; - reads standard input",
     )
 
     class Batch(argparse.Action):
@@ -50,7 +53,11 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--passes", type=int, metavar="N", help="passes of a token, at most (exactly, for methods of fixed depth)"
     )
-    parser.add_argument("--threshold", type=float, metavar="X", help="of halting, instead of the model's own")
+    parser.add_argument(
+        "--threshold", type=float, metavar="X",
+        help="of halting, from 0 to 1, instead of the model's own (ponder.options.threshold): the lower, the deeper "
+        "tokens go (adaponderlm, adaptive_cot; 0: all passes), or the higher (ouro, confident_ponderlm; 1: all passes)",
+    )  # fmt: skip
     parser.add_argument(
         "--exit-below", type=float, metavar="X", help="looped cores stop once a recurrence changes less than this"
     )
@@ -60,10 +67,14 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--kv-budget", type=int, metavar="N", help="keep keys and values of so many passes of a token; 0: of all"
     )
-    parser.add_argument("--depths", action="store_true", help="tell how many passes each token ran")
     parser.add_argument(
-        "--speculate", type=int, default=0, metavar="N",
-        help="draft N tokens a round by their first pass; the text is the greedy text of full depth",
+        "--depths", action="store_true",
+        help="tell how many passes each token of prompt and text ran; the last one, which nothing has read, has none",
+    )  # fmt: skip
+    parser.add_argument(
+        "--speculate", type=int, metavar="N",
+        help="draft N tokens a round by their first pass, which the later ones verify: the greedy text is the same as "
+        "without, at the depth that --passes and --threshold say",
     )  # fmt: skip
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="new tokens (default 64)")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default)")
@@ -126,7 +137,7 @@ def _batch(args: argparse.Namespace) -> int:
     """One JSON object a line: prompt, text, tokens, ended, and depths on request."""
     from megaponder.inference.generate import generate
 
-    if args.no_cache or args.speculate:
+    if args.no_cache or args.speculate is not None:
         raise UserError(f"--batch excludes {'--no-cache' if args.no_cache else '--speculate'}; leave one out.")
     texts = generate(
         args.model,

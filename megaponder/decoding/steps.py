@@ -92,7 +92,8 @@ class Stepwise(DecodingMethod):
             made.limit = int(passes)
         if threshold is not None:
             if "threshold" not in self.options or getattr(self, "window", None) is not None:
-                raise ValueError(f"threshold = {threshold}: method {self.name} has no threshold to choose here")
+                why = "keeps that of its budget (target)" if "threshold" in self.options else "has none"
+                raise ValueError(f"threshold = {threshold}: method {self.name} {why}; leave it out")
             check("threshold", threshold)
             made.options = {**made.options, "threshold": float(threshold)}
         if (budget := given.get("kv_budget")) is not None:
@@ -109,12 +110,17 @@ class Stepwise(DecodingMethod):
         return int(self.options.get("kv_budget", 0))
 
     @property
+    def fixed(self) -> bool:
+        """Whether every token runs all passes and is read out after the last one."""
+        return type(self).hidden is Stepwise.hidden
+
+    @property
     def separable(self) -> bool:
         """Whether a token's passes end where it is read out, so that each can be run by itself: not with
         Depth-Attention, whose earlier layers no pass by itself would have, or FreqKV, which compresses whole passes."""
         if feature(self.config, "depth_attention") or feature(self.config, "freqkv"):
             return False
-        return self.halts or type(self).hidden is Stepwise.hidden
+        return self.halts or self.fixed
 
     def stepwise(self) -> Stepwise | None:
         return self if self.separable else None

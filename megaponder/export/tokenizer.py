@@ -16,6 +16,7 @@ from megaponder.export.kept import ENDS
 
 NONE = "none"
 """Used instead of a path: export without a tokenizer."""
+FIX = f"set --tokenizer to its path, or to {NONE!r} to export without one"
 LARGEST_TEMPLATE = 1 << 20
 """Maximum bytes of a chat template."""
 SAMPLES = ("Hello world", "  two  spaces\n\n\ttab", "naïve café — 東京 🙂", "def f(x):\n    return x[0] + 1\n", "")
@@ -29,8 +30,11 @@ class TokenizerFiles:
     eos_id: int | None
 
 
-def find(cfg: RunConfig, path: str | Path | None) -> Tokenizer | None:
-    """The tokenizer of a run: `path`, or data.tokenizer; None for the word "none" or if neither is set."""
+def find(cfg: RunConfig, path: str | Path | None, fix: str = FIX) -> Tokenizer | None:
+    """The tokenizer of a run: `path`, or data.tokenizer; None for the word "none" or if neither is set.
+
+    `fix`: what to do where data.tokenizer cannot be read, for the UserError.
+    """
     name = cfg.data.tokenizer if path is None else str(path)
     if name is None or name == NONE:
         return None
@@ -39,8 +43,21 @@ def find(cfg: RunConfig, path: str | Path | None) -> Tokenizer | None:
     except UserError as error:
         if path is not None:
             raise
-        how = f"Set --tokenizer to its path, or to {NONE!r} to export without one."
-        raise UserError(f"data.tokenizer of the checkpoint: {error}  {how}") from error
+        raise UserError(f"data.tokenizer of the checkpoint: {str(error).rstrip('.')}; {fix}.") from error
+
+
+def of_text(cfg: RunConfig, source: str | Path, path: str | Path | None) -> Tokenizer:
+    """The same for a command that cannot do without; UserError, naming the model, if there is none."""
+    refuse_none(path)
+    if (tokenizer := find(cfg, path, "set --tokenizer to its path")) is None:
+        raise UserError(f"{source} does not name a tokenizer (data.tokenizer); set one with --tokenizer.")
+    return tokenizer
+
+
+def refuse_none(path: str | Path | None) -> None:
+    """UserError for the word "none" where text is read."""
+    if path is not None and str(path) == NONE:
+        raise UserError(f"--tokenizer {NONE}: text needs a tokenizer; leave it out, or give the path of one.")
 
 
 def write(
@@ -49,6 +66,7 @@ def write(
     path: str | Path | None,
     chat_template: str | Path | None = None,
     before: dict[str, Any] | None = None,
+    fix: str = FIX,
 ) -> TokenizerFiles:
     """Write tokenizer.json and tokenizer_config.json into `out`.
 
@@ -56,9 +74,10 @@ def write(
     (add_bos_token false): with any other rule evaluation scores change by orders of magnitude.  The chat template is
     that of the tokenizer's folder, or the given file.  `before` has the special ids of a folder that was imported and
     not trained since: they stay, and so does what its tokenizer adds to a text.
-    UserError if the written files do not give the same ids as in training on sample texts.
+    UserError if the written files do not give the same ids as in training on sample texts, or, with `fix`, if
+    data.tokenizer cannot be read.
     """
-    tokenizer = find(cfg, path)
+    tokenizer = find(cfg, path, fix)
     eos = tokenizer.eod_id if tokenizer is not None and cfg.data.eod_id is None else cfg.data.eod_id
     assert cfg.model.vocab_size is not None
     if eos is not None and not 0 <= eos < cfg.model.vocab_size:
@@ -211,7 +230,7 @@ def _check(out: Path, tokenizer: Tokenizer, eos: int | None, trained: bool) -> N
         if (got := exported(text, add_special_tokens=trained)["input_ids"]) != want:
             raise UserError(
                 f"the tokenizer {tokenizer.name} cannot be exported: {text!r} gives ids {got[:8]} instead of "
-                f"{want[:8]}; use {NONE!r} to export without a tokenizer."
+                f"{want[:8]}; use --tokenizer {NONE} to export without a tokenizer."
             )
     if trained and eos is not None and exported.eos_token_id != eos:
         raise UserError(f"the tokenizer {tokenizer.name} has no token of id {eos}, which ended documents in training.")

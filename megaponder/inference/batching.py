@@ -36,6 +36,7 @@ LOOK = 8
 """Steps on a GPU between looks at which texts have ended."""
 CHUNK = {"cuda": 4096, "cpu": 512}
 """Rows of a prompt's pass."""
+PADDED = "give its prompts as arguments instead (in Python without rows), which run as one padded batch"
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,8 @@ class DepthBatch:
     rows: texts in work at once.  tokens: of the longest text.  pages: of keys and values, 16 slots each; by default
     enough for every row at full depth.  With fewer, texts give way when there are none left, and go on later.
     graphs: capture steps as CUDA graphs; compiled: run layers through torch.compile; kernels: attention, and Llama's
-    layers for one text, by Triton kernels (all by default on GPUs).
+    layers for one text, by Triton kernels (all by default on GPUs).  given: `passes`, `threshold`, `kv_budget`, as of
+    the model's `forward`.
     """
 
     def __init__(
@@ -170,38 +172,28 @@ class DepthBatch:
         tokens: int | None = None,
         pages: int | None = None,
         eos: int | None = None,
-        passes: int | None = None,
-        threshold: float | None = None,
-        kv_budget: int | None = None,
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
         graphs: bool | None = None,
         compiled: bool | None = None,
         kernels: bool | None = None,
+        **given: Any,
     ):
-        method: Any = model.ponder
-        if feature(model.config, "depth_attention"):
-            raise UserError(
-                "a model with Depth-Attention cannot be batched by depth, since a pass needs the layers of earlier "
-                "passes; its texts run as one padded batch."
-            )
-        if feature(model.config, "freqkv"):
-            raise UserError(
-                "a model with FreqKV cannot be batched by depth, since pages keep keys as they are; its texts run as "
-                "one padded batch."
-            )
-        if feature(model.config, "moe"):
-            raise UserError(
-                "a model with a mixture of experts cannot be batched by depth, since the rows of an expert change "
-                "from step to step; its texts run as one padded batch."
-            )
-        if method.stepwise() is None:
-            raise UserError(
-                f"method {method.name} cannot be batched by depth: {method.why_not_batched}; its texts run as one "
-                "padded batch."
-            )
-        method = method.stepwise().using({"passes": passes, "threshold": threshold, "kv_budget": kv_budget})
+        if wrong := given.keys() - set(model.ponder.arguments):
+            raise TypeError(f"method {model.ponder.name} takes no {', '.join(sorted(wrong))}")
+        form: Any = model.ponder.using(given).stepwise()
+        for name, kind, reason in (
+            ("depth_attention", "Depth-Attention", "a pass needs the layers of earlier passes"),
+            ("freqkv", "FreqKV", "pages keep keys as they are"),
+            ("moe", "a mixture of experts", "the rows of an expert change from step to step"),
+        ):
+            if feature(model.config, name):
+                raise UserError(f"a model with {kind} cannot be batched by depth, since {reason}; {PADDED}.")
+        if form is None:
+            why = model.ponder.using(given).why_not_batched
+            raise UserError(f"method {model.ponder.name} cannot be batched by depth: {why}; {PADDED}.")
+        method = form.using(given)
         self.model, self.method = model, method
         for name in ("gates", "budget", "router"):  # computed in FP32: cast once instead of in every step
             if name in model.method and model.dtype.itemsize < 4:

@@ -49,7 +49,7 @@ def read_depths(checkpoint: str | Path, text: str, tokenizer: str | None = None)
     from megaponder.checkpoint.weights import load_weights
     from megaponder.data.batch import MicroBatch
     from megaponder.export import reference
-    from megaponder.export.tokenizer import NONE, find
+    from megaponder.export.tokenizer import of_text
     from megaponder.ponder.settings import method_of
 
     cfg, state = load_weights(checkpoint)
@@ -58,9 +58,7 @@ def read_depths(checkpoint: str | Path, text: str, tokenizer: str | None = None)
         raise UserError(
             f"{checkpoint}: method {method.name} runs all its passes for every token, so there is no depth to show."
         )
-    words = find(cfg, tokenizer)
-    if words is None or tokenizer == NONE:
-        raise UserError(f"{checkpoint} does not name a tokenizer (data.tokenizer); set one with --tokenizer.")
+    words = of_text(cfg, checkpoint, tokenizer)
     ids = words.encode_batch([text])[0]
     longest = cfg.model.max_positions or cfg.data.sequence_length
     if not 0 < len(ids) <= longest:

@@ -69,7 +69,7 @@ def generate(
     kv_budget: int | None = None,
     depths: bool = False,
     rows: int | None = None,
-    speculate: int = 0,
+    speculate: int | None = None,
 ) -> list[Generation]:
     """Continue `prompts` with a checkpoint, a run's newest checkpoint, or an export folder.
 
@@ -83,23 +83,21 @@ def generate(
     passes: of a token, at most (exactly, for methods of fixed depth); threshold: of halting; exit_below, exit_by: when
     a core stops (docs/looped.md); kv_budget: passes whose keys and values a token keeps; depths: tell each token's.
     rows: batch by depth, with so many texts at once (`inference.batching`); the greedy text is the same, sampled text
-    is not.  speculate: greedy text with so many tokens a round drafted by their first pass.
+    is not.  speculate: the same greedy text, with so many tokens a round drafted by their first pass.
     Raises UserError for values out of range, a source without tokenizer, or text that exceeds the longest sequence.
     """
     require_transformers("megaponder generate")
     _check(prompts, max_new_tokens, temperature, top_k, top_p, seed)
-    if speculate and (temperature > 0 or rows is not None or depths):
-        raise UserError(
-            "speculation writes greedy text, one prompt after the other, and tells no depths; leave those out."
-        )
+    if speculate is not None:
+        _check_speculation(speculate, temperature, rows, depths)
     loaded = load(source, tokenizer, device, trust_remote_code)
     chosen = dict(passes=passes, threshold=threshold, exit_below=exit_below, exit_by=exit_by, kv_budget=kv_budget)
     given = _given(loaded, {name: value for name, value in chosen.items() if value is not None})
     if seed is not None:
         torch.manual_seed(seed)
-    if rows is not None or speculate:
+    if rows is not None or speculate is not None:
         words = _ids(loaded, prompts, max_new_tokens)
-        if speculate:
+        if speculate is not None:
             return _speculated(loaded, prompts, words, max_new_tokens, speculate, given)
         options = {**given, "temperature": temperature, "top_k": top_k, "top_p": top_p}
         return _by_depth(loaded, prompts, words, max_new_tokens, rows, depths, options)
@@ -208,7 +206,9 @@ def _from_export(path: Path, tokenizer: str | None, device: str, trust_remote_co
     from megaponder.export.folder import has_tokenizer, read_config
     from megaponder.export.load import load_folder
     from megaponder.export.to_hf import DTYPES
+    from megaponder.export.tokenizer import refuse_none
 
+    refuse_none(tokenizer)
     config = read_config(path)
     if tokenizer is None and not has_tokenizer(path):
         raise UserError(f"{path} has no tokenizer.json; set one with --tokenizer.")
@@ -222,15 +222,13 @@ def _from_checkpoint(path: Path, tokenizer: str | None, device: str) -> Source:
     from megaponder.checkpoint.weights import load_weights
     from megaponder.export import names
     from megaponder.export.load import build_model
-    from megaponder.export.tokenizer import NONE, find
+    from megaponder.export.tokenizer import of_text
     from megaponder.inference.slow import TrainingForward
     from megaponder.ponder.registry import decoding_class
     from megaponder.ponder.settings import table_rows
 
     cfg, state = load_weights(path)
-    words = find(cfg, tokenizer)
-    if words is None or tokenizer == NONE:
-        raise UserError(f"{path} does not name a tokenizer (data.tokenizer); set one with --tokenizer.")
+    words = of_text(cfg, path, tokenizer)
     eos = words.eod_id if cfg.data.eod_id is None else cfg.data.eod_id
     assert cfg.model.max_positions is not None
     if decoding_class(cfg.ponder.method) is None:
@@ -268,6 +266,18 @@ def _check(
         raise ConfigError("top_k", top_k, "it must not be negative", "use 0 to keep every token")
     if not 0 < top_p <= 1:
         raise ConfigError("top_p", top_p, "it must be above 0 and at most 1", "use 1 to keep every token")
+
+
+def _check_speculation(drafted: int, temperature: float, rows: int | None, depths: bool) -> None:
+    if drafted < 1:
+        raise ConfigError("speculate", drafted, "it must be at least 1", "use 4, or leave it out")
+    for name, value, given, why in (
+        ("temperature", temperature, temperature > 0, "it writes greedy text"),
+        ("rows", rows, rows is not None, "it writes one text after the other"),
+        ("depths", depths, depths, "it does not tell depths"),
+    ):
+        if given:
+            raise ConfigError(name, value, f"speculate = {drafted} excludes it, since {why}", "leave one of them out")
 
 
 def _ids(source: Source, prompts: list[str], max_new_tokens: int) -> list[list[int]]:

@@ -43,7 +43,7 @@ def speculate(
 
     `given`: `passes` and `threshold`, as of the model's `forward`.  UserError for a method without passes to skip.
     """
-    form = model.ponder.stepwise()
+    form = model.ponder.using(given).stepwise()
     if form is None or form.every or not form.separable:
         raise UserError(f"method {model.ponder.name} has no early passes that could draft.")
     method = form.using(given)

@@ -61,7 +61,7 @@ def _model(path: Path, temporary: Path, trust_remote_code: bool) -> tuple[Any, A
     from megaponder.ponder.settings import table_rows
 
     cfg, state = load_weights(path)
-    written = tokenizer.write(cfg, temporary, None)
+    written = tokenizer.write(cfg, temporary, None, fix="call this where the path begins, or evaluate an export")
     if written.source is None:
         raise UserError(f"{path} does not name a tokenizer, and tasks are text; set data.tokenizer.")
     plain = names.to_plain(cast(state, "float32"), cfg.model, table_rows(cfg))

@@ -102,10 +102,15 @@ def test_ouro_keeps_its_newest_loops(budget: int) -> None:
     entries = models.model("llama", "ouro", method_options=never | given).double()
     want = [greedy(entries, prompt) for prompt in few]
     assert want != [greedy(entries, prompt, kv_budget=0) for prompt in few]
-    for options in (never, {"loops": 3, "threshold": 0.7}):
-        net = models.model("llama", "ouro", method_options=options | {"skips_loops": True}).double()
+    skips = {"loops": 3, "skips_loops": True}
+    for options, same in (
+        (never | skips, True),
+        ({**skips, "threshold": 0.7}, False),
+        ({"loops": 3, "threshold": 1.0}, True),
+    ):
+        net = models.model("llama", "ouro", method_options=options).double()
         found = [greedy(net, prompt, **given) for prompt in few]
-        assert (found == want) == (options == never)
+        assert (found == want) == same
         batch = DepthBatch(net, rows=3, tokens=16, **given)
         assert [(x.tokens, x.depths) for x in batch.run(few, 4)] == found
         assert batch.counts.most_slots <= budget * sum(len(p) + 4 for p in few)

@@ -81,7 +81,7 @@ def test_end_of_document_ends_the_text(run: Path, monkeypatch: pytest.MonkeyPatc
         ({"max_new_tokens": 0}, "max_new_tokens = 0"),
         ({"max_new_tokens": 60}, "longest sequence of 64; request at most 54"),
         ({"prompts": []}, "there is no prompt"),
-        ({"tokenizer": "none"}, "does not name a tokenizer"),
+        ({"tokenizer": "none"}, "--tokenizer none: text needs a tokenizer; leave it out, or give"),
         ({"source": "nowhere"}, "nowhere"),
         ({"temperature": float("nan")}, "temperature = nan"),
         ({"temperature": float("inf")}, "temperature = inf"),
@@ -160,6 +160,29 @@ def test_a_tokenizer_of_another_model_is_refused(run: Path, tmp_path: Path) -> N
         generate(run / "run", ["w5 w299"], tokenizer=str(tmp_path / "tokenizer.json"))
 
 
+def test_a_run_is_read_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its relative paths start where it was started; where that is not known, commands say what they can do without."""
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "</s>": 2}, unk_token="a"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.add_special_tokens(["</s>"])
+    words.save(str(tmp_path / "words.json"))
+    (tmp_path / "away").mkdir()
+    monkeypatch.chdir(tmp_path)
+    checkpoints.make("llama", "loop", Path("runs/loop"), data={"tokenizer": "words.json", "eod_id": 2})
+    want = generate("runs/loop", ["a"], max_new_tokens=2, temperature=0.0)
+    monkeypatch.chdir("away")
+    assert generate("../runs/loop", ["a"], max_new_tokens=2, temperature=0.0) == want
+    export("../runs/loop", "hf")
+    assert generate("hf", ["a"], max_new_tokens=2, temperature=0.0) == want
+    (tmp_path / "words.json").unlink()
+    for use, fix in (
+        (lambda: generate("../runs/loop", ["a"]), "set --tokenizer to its path[.]"),
+        (lambda: export("../runs/loop", "hf2"), "set --tokenizer to its path, or to 'none' to export without one[.]"),
+    ):
+        with pytest.raises(UserError, match=f'words.json: no such tokenizer; .* or "bytes"; {fix}$'):
+            use()
+
+
 @pytest.fixture(scope="module")
 def ada(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adaponderlm checkpoint over bytes whose tokens halt at different depths."""
@@ -206,6 +229,21 @@ def test_batches_by_depth_and_speculation_write_the_same_text(
     assert all(set(text.depths or ()) == {1} for text in capped)
 
 
+def test_exits_of_ouro_are_batched_where_they_leave_loops_out(tmp_path: Path) -> None:
+    """The threshold of a call decides, too: at 1 every token runs every loop, which can be batched."""
+    options, data = {"loops": 3, "threshold": 1.0}, {"tokenizer": "bytes", "eod_id": 256}
+    for name, skips in (("runs", False), ("skips", True)):
+        given = {"method_options": options | {"skips_loops": skips}, "vocab_size": 257}
+        checkpoints.make("llama", "ouro", tmp_path / name, data=data, **given)
+    greedy = dict(max_new_tokens=4, temperature=0.0, depths=True)
+    want = generate(tmp_path / "runs", PROMPTS, **greedy)
+    assert generate(tmp_path / "runs", PROMPTS, rows=2, **greedy) == want
+    early = generate(tmp_path / "skips", PROMPTS, threshold=0.5, **greedy)
+    assert generate(tmp_path / "skips", PROMPTS, threshold=0.5, rows=2, **greedy) == early != want
+    with pytest.raises(UserError, match=r"with threshold 0.5 a token that has exited .* is true; give its"):
+        generate(tmp_path / "runs", PROMPTS, threshold=0.5, rows=2, **greedy)
+
+
 def test_cores_stop_and_keep_less(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exits and budgets of keys and values are options of the command, too."""
     run, data = str(tmp_path / "run"), {"tokenizer": "bytes", "eod_id": 256}
@@ -220,8 +258,13 @@ def test_cores_stop_and_keep_less(tmp_path: Path, capsys: pytest.CaptureFixture[
     capsys.readouterr()
     assert main(["generate", run, "The quick", *flags]) == 0
     assert capsys.readouterr().out.splitlines()[-1].endswith("(mean 2.00)")
-    assert main(["generate", run, "The quick", "--exit-below", "-1"]) == 2
-    assert "exit_below = -1.0: it must be at least 0; use 0." in capsys.readouterr().err
+    (tmp_path / "one.txt").write_text("The quick\n")
+    for wrong, words in (
+        (["The quick", "--exit-below", "-1"], "exit_below = -1.0: it must be at least 0; use 0."),
+        (["--batch", str(tmp_path / "one.txt"), "--exit-below", "1"], "method huginn cannot be batched by depth: its"),
+    ):
+        assert main(["generate", run, *wrong, "--max-tokens", "6"]) == 2
+        assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -241,8 +284,14 @@ def test_cores_stop_and_keep_less(tmp_path: Path, capsys: pytest.CaptureFixture[
         ),
         (["x", "--threshold", "1.5"], "threshold = 1.5: it must lie between 0 and 1; use 1."),
         (["x", "--exit-by", "cosine"], "exit_by = 'cosine': this model's method does not take it; leave it out"),
-        (["x", "--speculate", "2", "--temperature", "1"], "speculation writes greedy text"),
-        (["x", "--speculate", "-1"], "drafted = -1: it must be at least 1; use 4"),
+        (
+            ["x", "--speculate", "2", "--temperature", "1"],
+            "temperature = 1.0: speculate = 2 excludes it, since it writes greedy text; leave one of them out",
+        ),
+        (["x", "--speculate", "2", "--depths"], "depths = True: speculate = 2 excludes it, since it does not tell"),
+        (["x", "--speculate", "-1"], "speculate = -1: it must be at least 1; use 4"),
+        (["x", "--speculate", "0"], "speculate = 0: it must be at least 1; use 4, or leave it out"),
+        (["x", "--tokenizer", "none"], "--tokenizer none: text needs a tokenizer"),
     ],
 )
 def test_mistakes_with_batches(

@@ -30,6 +30,15 @@ def test_text_is_that_of_full_depth(method: str) -> None:
             assert end.tokens == want[: want.index(want[4]) + 1]
 
 
+def test_a_call_decides_whether_loops_of_ouro_can_be_left_out() -> None:
+    for options, given in (({"skips_loops": False}, {}), ({"skips_loops": True}, {"threshold": 0.7})):
+        net = models.model("llama", "ouro", method_options={"loops": 3, "threshold": 1.0, **options}).double()
+        want, _ = alone(net, prompts()[2], **given)
+        assert speculate(net, prompts()[2], len(want), drafted=3, **given).tokens == want
+    with pytest.raises(UserError, match="method ouro has no early passes that could draft"):
+        speculate(models.model("llama", "ouro", method_options={"loops": 3}), [1], 3, threshold=0.7)
+
+
 def test_drafts_that_hold_save_rounds() -> None:
     """Where later passes change nothing, every draft holds."""
     net = models.model("llama", "ponderlm").double()

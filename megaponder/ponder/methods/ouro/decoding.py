@@ -22,7 +22,6 @@ class Ouro(Stepwise):
     last one with 1."""
 
     name = "ouro"
-    why_not_batched = "without skips_loops every token runs every loop, whatever its exit"
     defaults = {"loops": 4, "threshold": 1.0, "skips_loops": False, "kv_budget": 0}
     training_only = ("stage", "entropy_weight", "judges", "gain_scale", "gain_from")
     as_trained = {"skips_loops": False, "kv_budget": 0}
@@ -30,6 +29,17 @@ class Ouro(Stepwise):
     @property
     def halts(self) -> bool:  # type: ignore[override]
         return bool(self.options["skips_loops"] and self.options["threshold"] < 1)
+
+    @property
+    def fixed(self) -> bool:
+        return bool(self.options["threshold"] >= 1)
+
+    @property
+    def why_not_batched(self) -> str:  # type: ignore[override]
+        return (
+            f"with threshold {self.options['threshold']:g} a token that has exited still runs its later loops, unless "
+            "ponder.options.skips_loops (in an export's config.json, method_options.skips_loops) is true"
+        )
 
     def modules(self) -> dict[str, nn.Module]:
         return {"gate": nn.Linear(self.config.hidden_size, 1)}
