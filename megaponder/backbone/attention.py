@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 
 from megaponder.backbone.context import Context
 from megaponder.backbone.documents import Documents
@@ -95,6 +96,13 @@ class SdpaCore(nn.Module):
             d, scale = q.shape[-1], self.scale or q.shape[-1] ** -0.5
             return self._attend(widen_query(q), *widen_key(k, v, key_bias, scale), scale, slots, documents)[..., :d]
         return self._attend(q, k, v, self.scale, slots, documents)
+
+    def bottom_right(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """[rows, b, h, d] of q [rows, b, h, d] and k, v [more rows, b, g, d], whose last rows are those of q."""
+        k, v = all_heads(k, q.shape[2]), all_heads(v, q.shape[2])
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+        mask = causal_lower_right(q.shape[2], k.shape[2])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale).permute(2, 0, 1, 3)
 
     def merged(
         self,

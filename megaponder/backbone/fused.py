@@ -244,17 +244,27 @@ def unit(x: Tensor) -> Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps)).to(x.dtype)
 
 
+def _views(qkv: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    each = heads // groups
+    x = qkv.unflatten(-1, (groups, each + 2, -1))
+    return x[..., :each, :].flatten(2, 3), x[..., each, :], x[..., each + 1, :]
+
+
+def _join(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The inverse of `_views`."""
+    q = q.unflatten(2, (k.shape[2], -1))
+    return torch.cat([q, k[:, :, :, None], v[:, :, :, None]], dim=3).flatten(2)
+
+
 @one_kernel
 def _split_forward(qkv: Tensor, turn: Tensor, heads: int, groups: int, adjacent: bool) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = split(qkv, heads, groups)
+    q, k, v = _views(qkv, heads, groups)
     return rotated(q, turn, adjacent), rotated(k, turn, adjacent), v.contiguous()
 
 
 @one_kernel
 def _split_backward(dq: Tensor, dk: Tensor, dv: Tensor, turn: Tensor, adjacent: bool) -> Tensor:
-    groups = dk.shape[2]
-    dq, dk = rotated(dq, turn, adjacent, -1.0), rotated(dk, turn, adjacent, -1.0)
-    return torch.cat([dq.unflatten(2, (groups, -1)), dk[:, :, :, None], dv[:, :, :, None]], dim=3).flatten(2)
+    return _join(rotated(dq, turn, adjacent, -1.0), rotated(dk, turn, adjacent, -1.0), dv)
 
 
 class _Split(torch.autograd.Function):
@@ -284,8 +294,22 @@ def split_rotated(
     return out
 
 
+class _Views(torch.autograd.Function):
+    """The gradient is put together at once: slices would each fill one of the whole size."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+        return _views(qkv, heads, groups)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _joined(*_packed(grads)), None, None
+
+
+_joined = one_kernel(_join)
+
+
 def split(qkv: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
     """The same without RoPE; each group of the projection holds its query heads, then its key, then its value."""
-    each = heads // groups
-    x = qkv.unflatten(-1, (groups, each + 2, -1))
-    return x[..., :each, :].flatten(2, 3), x[..., each, :], x[..., each + 1, :]
+    out: tuple[Tensor, Tensor, Tensor] = _Views.apply(qkv, heads, groups)
+    return out

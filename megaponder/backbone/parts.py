@@ -95,6 +95,12 @@ def _te_parts() -> Parts:
             out = super().forward(q, k, v, None, AttnMaskType.causal)
             return out.view(*q.shape[:2], q.shape[2], -1)
 
+        def bottom_right(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if self.config.deterministic_mode:
+                return self._sdpa.bottom_right(q, k, v)
+            out = super().forward(q, k, v, None, AttnMaskType.causal_bottom_right)
+            return out.view(*q.shape[:2], q.shape[2], -1)
+
         def merged(self, *args: Any) -> Tensor:
             return self._sdpa.merged(*args)
 

@@ -305,12 +305,12 @@ class PonderStage(MegatronModule):
     def _rotary(self, p: Pass, rows: int, documents: Documents | None) -> Tensor | None:
         """`fused.turns` [2, rows, 1 or b, 1, d_rot]; all slots of a token share its position.
 
-        With FreqKV, for texts beyond its capacity, those of its memory's rows and then those of the tokens.
+        With FreqKV, for texts beyond its capacity, those of a cache's rows (see `freqkv.turns`).
         """
         if self.rotary is None:
             return None
         if self.freqkv is not None and rows > self.freqkv.capacity:
-            return freqkv_turns(self.freqkv, self.rotary(self.freqkv.capacity), rows, documents)
+            return freqkv_turns(self.freqkv, self.rotary(self.freqkv.capacity), documents)
         turn = self.rotary(rows // p.slots * self.groups.cp_size)
         if documents is not None:
             turn = turn[:, :, 0][:, documents.positions_bn.t()]

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaponder.backbone import fused
+from megaponder.backbone import freqkv_memory, fused
 from megaponder.backbone.attention import SdpaCore
 from megaponder.backbone.documents import Documents
-from megaponder.backbone.freqkv import FreqCore, memories, turns
+from megaponder.backbone.freqkv import FreqCore, turns
+from megaponder.backbone.freqkv_memory import remembered
 from megaponder.decoding import freqkv, freqkv_blocks
 from megaponder.decoding.freqkv_blocks import FreqKV
 from tests.oracles import freqkv as oracle
@@ -62,6 +63,37 @@ def test_what_it_keeps() -> None:
     assert freqkv.matrix(8, 3, torch.float32, rough.device).dtype is torch.float32
 
 
+@pytest.mark.parametrize(("n", "kept"), [(1020, 510), (510, 1020), (701, 333)])
+def test_bf16_matrices_have_together_the_digits_of_fp32(n: int, kept: int) -> None:
+    """What multiplies BF16 on GPUs, both ways: as near to FP64 as a product in FP32 is."""
+    x = draw(n, 16).bfloat16()
+    exact = freqkv.matrix(n, kept, torch.float64, x.device) @ x.double()
+    found = freqkv_memory.product_of_parts(x, kept)
+    plain, whole, fewer = (
+        float((y.double() - exact).norm() / exact.norm())
+        for y in (freqkv.resample(x.float(), kept), found.sum(0), found[:-1].sum(0))
+    )
+    assert whole < 1.5 * plain < fewer / 3, "each part counts"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_memories_on_a_gpu_are_those_of_a_cpu() -> None:
+    """In BF16, forward and backward, with documents and without: only roundings of single elements differ."""
+    form, blocks, b = FreqKV(68, 3, 0.4), 5, 2
+    first = torch.rand(blocks, b, generator=torch.Generator().manual_seed(1)) < 0.3
+    given, weight = (draw(blocks, form.capacity, b, 3, 16, seed=i).bfloat16() for i in range(2))
+    for documents in (None, first):
+        found = []
+        for device in ("cpu", "cuda"):
+            x = given.to(device).requires_grad_()
+            out = remembered(form, x * 1, None if documents is None else documents.to(device))
+            (grad,) = torch.autograd.grad((out * weight.to(device)).sum(), x)
+            found.append([y.detach().cpu().double() for y in (out, grad)])
+        for want, got in zip(*found, strict=True):
+            assert float((want - got).norm() / want.norm()) < 2e-3
+
+
 def test_heads_that_share_keys_can_be_repeated_before_or_after() -> None:
     x = draw(10, 2, GROUPS, SIZE)
     again = freqkv.resample(x.repeat_interleave(3, 2), 5)
@@ -90,7 +122,7 @@ def turn_of(rows: int) -> Tensor:
 
 
 def attend(form: FreqKV, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
-    turn = turns(form, turn_of(form.capacity), len(q), documents)
+    turn = turns(form, turn_of(form.capacity), documents)
     return FreqCore(form, SdpaCore(), turn, False)(q, k, v, documents=documents)
 
 
@@ -161,7 +193,8 @@ def test_the_memory_has_no_bias() -> None:
     v = draw(n, 1, 1, SIZE, seed=2)
     out = attend(form, draw(n, 1, 1, SIZE), torch.zeros(n, 1, 1, SIZE, **DOUBLE), v)
     last = n - 1
-    held = memories(form, v[: form.memory], v[form.memory :].unflatten(0, (-1, form.hop)))[-1]
+    own = v[form.memory :].unflatten(0, (-1, form.hop))
+    held = remembered(form, torch.cat([v[None, : form.memory].expand(5, -1, -1, -1, -1), own], 1))[-1, : form.memory]
     assert form.blocks(n) == 5 and (last - form.memory) % form.hop == 2
     seen = torch.cat([held, v[last - 2 :]])
     assert torch.allclose(out[last, 0, 0], seen.mean(0)[0, 0])
