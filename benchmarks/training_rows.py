@@ -138,16 +138,21 @@ SPARSE: dict[str, Any] = DENSE | {"ffn_size": 1024, "moe": MIXTURE}
 
 def _moe(experts: int = 1) -> list[Row]:
     share = f", EP={experts}" if experts > 1 else ""
+    sparse = {"features": SPARSE, "experts": experts, "graphs": False}
+    kinds: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("dense, captured", {"features": DENSE}),
+        ("dense, eager", {"features": DENSE, "graphs": False}),
+        (f"8 of 32 experts{share}", sparse),
+    )
+    larger: tuple[str, dict[str, Any]] = (f"8 of 32 experts{share}, larger micro-batches", sparse)
     return [
-        Row(
-            f"{name}, {told}", "llama-1.4b", *method, batch=4, graphs=graphs, micro_batches=4, features=features, **more
+        Row(f"{name}, {told}", "llama-1.4b", *method, batch=batch, micro_batches=16 // batch, **more)
+        for told, batch, method, rows in (
+            ("one pass", 4, ("vanilla", {}), kinds),
+            ("one pass", 8, ("vanilla", {}), (larger,)),
+            ("four passes", 4, LOOP, kinds),
         )
-        for told, method in (("one pass", ("vanilla", {})), ("four passes", LOOP))
-        for name, graphs, features, more in (
-            ("dense, captured", True, DENSE, {}),
-            ("dense, eager", False, DENSE, {}),
-            (f"8 of 32 experts{share}", False, SPARSE, {"experts": experts}),
-        )
+        for name, more in rows
     ]
 
 

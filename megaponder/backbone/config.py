@@ -143,8 +143,8 @@ def transformer_config(cfg: RunConfig) -> TransformerConfig:
 
 def _moe_options(cfg: RunConfig, experts: moe_options.Experts) -> dict[str, Any]:
     split, te = cfg.parallel.expert_ranks, use_te(cfg.precision)
-    # gloo gathers equal parts only
-    dispatcher = "alltoall" if torch.cuda.is_available() or split == 1 else "allgather"
+    # where a rank has all experts there is nothing to exchange; split ones over gloo, which gathers equal parts only
+    gathers = cfg.parallel.experts * split == 1 or (split > 1 and not torch.cuda.is_available())
     return dict(
         num_moe_experts=experts.experts,
         moe_ffn_hidden_size=cfg.model.ffn_size,
@@ -156,7 +156,7 @@ def _moe_options(cfg: RunConfig, experts: moe_options.Experts) -> dict[str, Any]
         moe_router_dtype="fp32",
         moe_grouped_gemm=te,
         moe_permute_fusion=te,
-        moe_token_dispatcher_type=dispatcher,
+        moe_token_dispatcher_type="allgather" if gathers else "alltoall",
         expert_model_parallel_size=cfg.parallel.experts,
         expert_tensor_parallel_size=split,
         add_bias_linear=False,  # of experts and router; attention has its own settings

@@ -15,6 +15,7 @@ Shapes: s rows, b micro-batch, H hidden, E experts, k chosen ones.
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -195,6 +196,9 @@ def moe_layer(options: Experts, parts: Parts) -> Any:
     if parts.grouped is None:
         experts = _of(SequentialMLP, matrices)
     else:
+        # one kernel for all experts where Transformer Engine has it (Hopper, BF16, forward and gradients of rows):
+        # a launch for each of 32 experts takes the processor longer than its product takes the GPU
+        os.environ.setdefault("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")
         experts = _of(TEGroupedMLP, MLPSubmodules(linear_fc1=parts.grouped[0], linear_fc2=parts.grouped[1]))
     router: Any = partial(PonderRouter, options=options)
     return _of(PonderMoE, MoESubmodules(experts, _of(SharedExpertMLP, matrices), router))
