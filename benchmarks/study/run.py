@@ -34,13 +34,14 @@ def main(path: Path) -> int:
     (run / "study.yaml").write_text(json.dumps(task["config"]))  # which is YAML, too
     with open(run / "train.log", "ab") as log:
         train = start(run, log)
-        evaluation.prepare()  # meanwhile
+        if task.get("evaluate", True):
+            evaluation.prepare()  # meanwhile
         code = train.wait()
     if code == 143:
         return STOPPED
     if code:
         return code
-    found = evaluation.evaluate(run, task["corpus"])
+    found = evaluation.evaluate(run, task["corpus"]) if task.get("evaluate", True) else {}
     result = task["row"] | summary(run, task) | found | {"wall_seconds": time.time() - begin}
     out = Path(task["out"])
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -92,14 +92,15 @@ def whole_shape(name: str, parameter: nn.Parameter, tp: int, gated: bool) -> tup
 
 def initialise(
     stage: nn.Module, *, seed: int, kind: str, std: float, output_factor: float, tp_rank: int, tp: int, gated: bool,
-    up_factor: float = 1.0, split: tuple[int, int] = (1, 0),
+    up_factor: float = 1.0, split: tuple[int, int] = (1, 0), carried: Callable[[str], float] = lambda name: 1.0,
 ) -> None:  # fmt: skip
     """Set every weight of a stage; the method's own modules come initialised from their constructors.
 
     `split`: ranks over which each expert is split, and which of them this is.
 
-    Factors on `std`: of attention-output and MLP-down matrices, and of SwiGLU's up matrices.  A generator draws one
-    number after the other, but parameters are drawn side by side: each has its own.
+    Factors on `std`: of attention-output and MLP-down matrices, of SwiGLU's up matrices, and by name those of
+    `engine.transfer`.  A generator draws one number after the other, but parameters are drawn side by side: each has
+    its own.
     """
 
     @torch.no_grad()
@@ -113,7 +114,7 @@ def initialise(
             scale = output_factor if name.endswith(("linear_proj.weight", "linear_fc2.weight")) else 1.0
             ranks, rank = split if ".experts." in name else (tp, tp_rank)
             shape, dim = whole_shape(name, parameter, ranks, gated)
-            whole = _draw(shape, kind, std * scale, stream(seed, name))
+            whole = _draw(shape, kind, std * scale * carried(name), stream(seed, name))
             if gated and name.endswith(".linear_fc1.weight"):
                 whole[1] *= up_factor
             part = whole if dim is None else whole.chunk(ranks, dim=dim)[rank]

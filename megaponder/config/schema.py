@@ -165,6 +165,12 @@ class OptimizerConfig:
     """Muon: for the matrices of the layers; embeddings, head, norms, biases and the method's parameters keep AdamW."""
     lr: float = declare(3e-4, gt=0, le=1, resume="warned", aliases=("learning_rate", "max_lr"))
     """Peak learning rate."""
+    tuned_width: int | None = declare(None, ge=1, resume="warned", aliases=("mup_base_hidden_size", "base_width"))
+    """Hidden size at which lr and model.init_std were tuned: rates and initial weights are scaled to this model's (muP;
+    docs/optimizers.md); default: they are used as they are."""
+    tuned_passes: float | None = declare(None, ge=1, resume="warned")
+    """Passes with which lr was tuned: that of the layers' matrices is divided by the root of this run's passes over
+    them; default: it is used as it is."""
     beta1: float = declare(0.9, ge=0, lt=1, resume="warned")
     """Decay of the first moment."""
     beta2: float = declare(0.95, ge=0, lt=1, resume="warned")

@@ -14,6 +14,7 @@ from megaponder.engine.capture import Captures
 from megaponder.engine.groups import Groups
 from megaponder.engine.model import PonderStage
 from megaponder.engine.pipelined import Pipelined
+from megaponder.engine.transfer import transfer
 from megaponder.ponder.base import Method
 from megaponder.ponder.settings import embedding_scale, initialisation
 
@@ -22,7 +23,8 @@ def build_stage(cfg: RunConfig, method: Method, groups: Groups) -> PonderStage:
     """This rank's parameters, initialised: the same weights in every layout."""
     stage = PonderStage(cfg, method, groups, embedding_scale(cfg.model, method))
     stage.to(device=groups.device, dtype=dtype_of(cfg.precision))
-    kind, std, factor = initialisation(cfg.model, method)
+    carried = transfer(cfg, method)
+    kind, std, factor = initialisation(carried.tuned, method)
     initialise(
         stage,
         seed=cfg.train.seed,
@@ -34,6 +36,7 @@ def build_stage(cfg: RunConfig, method: Method, groups: Groups) -> PonderStage:
         gated=cfg.model.gated,
         up_factor=factor if method.scales_up else 1.0,
         split=groups.expert_split(),
+        carried=carried.std,
     )
     if not cfg.model.norm_affine:
         freeze_norms(stage)

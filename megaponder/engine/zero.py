@@ -28,6 +28,7 @@ from megaponder.engine.groups import Groups
 from megaponder.engine.model import PonderStage
 from megaponder.engine.stash import Stash
 from megaponder.engine.step import Engine, StepOutput
+from megaponder.engine.transfer import transfer
 from megaponder.ponder.base import Pass
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -108,16 +109,14 @@ class Adam(torch.optim.AdamW):
         return None if self.idle else super().step(closure)
 
 
-def parameter_groups(stage: nn.Module) -> list[dict[str, Any]]:
-    """Those that are decayed, and biases, norms and other vectors."""
-    trained = [(n, p) for n, p in stage.named_parameters() if p.requires_grad]
-    plain = [p for n, p in trained if n.endswith(".bias") or p.dim() <= 1]
-    kept = {id(p) for p in plain}
-    groups = [
-        {"params": [p for _, p in trained if id(p) not in kept], "wd_mult": 1.0},
-        {"params": plain, "wd_mult": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+def parameter_groups(stage: nn.Module, rates: dict[nn.Parameter, float]) -> list[dict[str, Any]]:
+    """Those that are decayed, by their factor on the learning rate, and biases, norms and other vectors."""
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, p in stage.named_parameters():
+        if p.requires_grad:
+            decayed = p.dim() > 1 and not name.endswith(".bias")
+            groups.setdefault((rates[p], 1 / rates[p] if decayed else 0.0), []).append(p)
+    return [{"params": own, "lr_mult": rate, "wd_mult": decay} for (rate, decay), own in groups.items()]
 
 
 class ZeroOptimizer:
@@ -257,7 +256,7 @@ class ZeroEngine(Engine):
         super().__init__(stage, groups, cfg.train.seed, None, Runner(stage.forward, stage, None))
         stage.before_use = lambda module: None  # DeepSpeed's hooks belong to calls, and it sees the reading itself
         adam = Adam(
-            parameter_groups(stage),
+            parameter_groups(stage, transfer(cfg, stage.method).rates(stage)),
             lr=cfg.optimizer.lr,
             betas=(cfg.optimizer.beta1, cfg.optimizer.beta2),
             eps=cfg.optimizer.eps,

@@ -77,6 +77,8 @@ class Plan:
     stages: tuple[Memory, ...]
     stage_parameters: tuple[int, ...]
     estimate: Estimate
+    rates: str
+    """Learning rates that are scaled from a narrower model's or from fewer passes; empty where all are optimizer.lr."""
     mfu: float
     peak_tflops: float
     gpu_memory_gib: float
@@ -139,6 +141,8 @@ def build_plan(cfg: RunConfig, method: Any, facts: MethodFacts, world_size: int,
 
     `method` is a built method; its own modules are counted.  The peak is logging.peak_tflops if that is set.
     """
+    from megaponder.engine.transfer import transfer  # needs torch
+
     par = cfg.parallel
     assert cfg.model.num_layers and cfg.model.vocab_size
     dp = world_size // par.replica
@@ -178,6 +182,7 @@ def build_plan(cfg: RunConfig, method: Any, facts: MethodFacts, world_size: int,
         stages=memory,
         stage_parameters=tuple(rank_parameters(cfg, facts, stage, own).total for stage in stages),
         estimate=estimate(cfg, method, world_size, mfu, peak),
+        rates=transfer(cfg, method).words(cfg.optimizer.lr, cfg.optimizer.kind == "muon"),
         mfu=mfu,
         peak_tflops=peak,
         gpu_memory_gib=gpu.memory_gib,

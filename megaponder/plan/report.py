@@ -183,6 +183,8 @@ def print_plan(cfg: RunConfig, plan: Plan, console: Console) -> None:
         )
         table.add_row("a token sees", f"its document, {seen}" + ("" if known is None else " in the mean over tokens"))
     table.add_row("on a rank", f"{lay.micro_batches} micro-batches of {t.micro_batch}, {passes}{group}")
+    if plan.rates:
+        table.add_row("learning rate", f"{cfg.optimizer.lr:g}; {plan.rates}")
     table.add_row("vocabulary", f"{cfg.model.vocab_size:,} in a table of {plan.table_rows:,} rows")
     table.add_row("pipeline idles", f"{est.bubble:.1%} of the time" if lay.pipeline > 1 else "never")
     _show(console, table)

@@ -22,6 +22,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import nn
 
 from megaponder.config.schema import RunConfig, TrainConfig
+from megaponder.engine.transfer import transfer
 from megaponder.engine.zero import Updates
 from megaponder.ponder.base import PARAMETER_PREFIX
 from megaponder.training.muon import Muon, Pieces
@@ -41,6 +42,10 @@ def build_optimizer(cfg: RunConfig, ddp: DistributedDataParallel) -> MegatronOpt
     if cfg.train.method_only_steps:  # groups of their own, so that `set_lr` can tell them from the backbone's
         overrides[ParamKey(name=f"*{PARAMETER_PREFIX}*")] = ParamGroupOverride(of_method=True)
     matrices = _matrices(cfg, ddp.module) if options.kind == "muon" else {}
+    rates = transfer(cfg, ddp.module.method).rates(ddp.module, matrices)
+    for rate in sorted({rate for rate in rates.values() if rate != 1}):
+        chosen = ParamPredicate(f"rate {rate}", lambda p, rate=rate: rates[p] == rate)
+        overrides[ParamKey(predicate=chosen)] = ParamGroupOverride(lr_mult=rate, wd_mult=1 / rate)
     with _left_out(matrices):
         adam = get_megatron_optimizer(
             OptimizerConfig(
@@ -62,7 +67,7 @@ def build_optimizer(cfg: RunConfig, ddp: DistributedDataParallel) -> MegatronOpt
         )
     if not matrices:
         return adam
-    return ChainedOptimizer([_muon(cfg, matrices, adam.config), *getattr(adam, "chained_optimizers", [adam])])
+    return ChainedOptimizer([_muon(cfg, matrices, rates, adam.config), *getattr(adam, "chained_optimizers", [adam])])
 
 
 def _matrices(cfg: RunConfig, stage: nn.Module) -> dict[nn.Parameter, Pieces]:
@@ -93,12 +98,15 @@ def _left_out(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
             p.requires_grad = True
 
 
-def _muon(cfg: RunConfig, matrices: dict[nn.Parameter, Pieces], config: OptimizerConfig) -> MegatronOptimizer:
+def _muon(
+    cfg: RunConfig, matrices: dict[nn.Parameter, Pieces], rates: dict[nn.Parameter, float], config: OptimizerConfig
+) -> MegatronOptimizer:
     """Muon over these parameters, inside megatron-core's wrapper for their format."""
-    groups = [
-        {"params": [p for p, own in matrices.items() if own == pieces], "pieces": pieces, "wd_mult": 1.0}
-        for pieces in dict.fromkeys(matrices.values())
-    ]
+    groups = []
+    for pieces in dict.fromkeys(matrices.values()):
+        own = [p for p, its in matrices.items() if its == pieces]
+        rate = rates[own[0]]  # that of all matrices of the layers
+        groups.append({"params": own, "pieces": pieces, "lr_mult": rate, "wd_mult": 1 / rate})
     group = parallel_state.get_tensor_model_parallel_group()
     inner = Muon(groups, config.lr, cfg.optimizer.momentum, config.params_dtype, group)
     if config.bf16:
@@ -129,12 +137,14 @@ def leave_compiler_alone() -> None:
 def set_lr(optimizer: Updates, cfg: RunConfig, lr: float, step: int) -> None:
     """Learning rate of the next step; groups without weight decay keep a decay of zero.
 
+    Groups with a rate of their own (`engine.transfer`) have it as a factor, `lr_mult`.
+
     While only the method's parameters are trained, the others have a rate of zero, which stops their decay too.
     """
     alone = method_only(cfg.train, step)
     own = cfg.train.method_lr if alone and cfg.train.method_lr is not None else lr
     for group in optimizer.param_groups:
-        group["lr"] = 0.0 if alone and not group.get("of_method", False) else own
+        group["lr"] = 0.0 if alone and not group.get("of_method", False) else own * group["lr_mult"]
         group["weight_decay"] = cfg.optimizer.weight_decay * group["wd_mult"]
 
 

@@ -31,6 +31,7 @@ SCRIPTS = (
     "preprocessing",
     "serving",
     "training",
+    "transfer",
 )
 
 REFUSED = {
@@ -83,6 +84,10 @@ REFUSED = {
     "compare_commits no-such-commit": "no-such-commit is neither a folder nor a commit that git can check out here",
     "compare_commits HEAD --only nothing": "no case contains it; the cases are: vanilla, loop",
     "compare_commits HEAD --jobs 0": "--jobs: 0: it must be at least 1; use 1",
+    "transfer width": "--corpus is missing: name a folder with train.jsonl",
+    "transfer width --corpus nope": "there is no train.jsonl",
+    "transfer nothing": "there is no such choice",
+    "transfer width --report --output docs": "docs: it has no result of these sweeps; leave out --report to run them",
     "calibrate nope --depth 2": "no checkpoint or run folder nope",
     "calibrate run": "required: --depth",
     "calibrate run --depth 9": "run has 4 passes, and the depth must lie between 1 and 4; use 4",

@@ -40,6 +40,12 @@ BROKEN: list[Broken] = [
         optimizer__kind="muon",
         parallel__distributed_optimizer=True,
     ),
+    broken(
+        "optimizer.tuned_width",
+        "need different rates; set model.tie_embeddings: false, or leave it out",
+        optimizer__tuned_width=256,
+        model__tie_embeddings=True,
+    ),
     broken("model.num_layers", "at least 1", model__num_layers=0),
     broken("data.shuffle_seed", "at least 0", data__shuffle_seed=-1),
     broken("parallel.microbatch_group", "at least 1", parallel__microbatch_group=0),

@@ -12,6 +12,8 @@ Choice = tuple[int, str, str]
 """ZeRO's stage, what is kept in main memory, and what is recomputed."""
 SHAPE = Layout(data=2, batch=1)
 BF16 = ", bf16"
+CARRIED = ("ponderlm2-llama-gqa", "adaponderlm-budget-skip")
+"""Cases whose parameters have several rates."""
 REJECTED = 4
 """A step whose gradients one rank spoils."""
 
@@ -20,6 +22,8 @@ def configured(case: str, choice: Choice | None) -> Any:
     """The run of a case; one that ends with `BF16` is in that precision."""
     cfg = run_config(CASES[case.removesuffix(BF16)], SHAPE)
     cfg.precision.dtype = "bf16" if case.endswith(BF16) else "fp32"
+    if case in CARRIED:
+        cfg.optimizer.tuned_width, cfg.optimizer.tuned_passes = 16, 1
     if choice is not None:
         cfg.train.engine = "deepspeed"
         cfg.parallel.zero_stage, cfg.parallel.offload, cfg.parallel.recompute = choice  # type: ignore[assignment]

@@ -19,7 +19,9 @@ from tests.tolerance import ATOL, RTOL
 from tests.training.conftest import Base, run
 from tests.training.test_resume import series
 
-MUON = {"optimizer__kind": "muon", "ponder__method": "ponderlm", "ponder__options": {"steps": 1}}
+UNTIED = {"model__tie_embeddings": False}
+MUON = UNTIED | {"optimizer__kind": "muon", "ponder__method": "ponderlm", "ponder__options": {"steps": 1}}
+MUON |= {"optimizer__tuned_width": 16}  # half of this model's
 BF16 = {"precision__dtype": "bf16"}
 LAYOUTS: dict[str, dict[str, object]] = {
     "muon-tp2-sp": {"parallel__tensor": 2, "parallel__sequence": True},
@@ -85,7 +87,7 @@ def trained(base: Base) -> Base:
     run("run_many", 2, jobs=[base.copy(n, source="muon") | MUON | changes for n, changes in LAYOUTS.items()])
     back = base.copy("muon-back", source="muon-tp2-sp", upto=6) | MUON
     loaded = {"run": str(base.root / "muon-loaded"), "checkpoint__load": str(base.root / "muon-bf16")}
-    loaded |= {"data": base.data, "train__steps": 1, "schedule__warmup_fraction": 0.0}
+    loaded |= {"data": base.data, "train__steps": 1, "schedule__warmup_fraction": 0.0} | UNTIED
     run("run_many", 1, jobs=[back, *(job | MUON | BF16 for job in (base.copy("muon-bf16-same", "muon-bf16"), loaded))])
     return base
 

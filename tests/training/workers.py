@@ -16,7 +16,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     },
     "ponder": {"method": "loop", "options": {"extra_passes": 1}},
     "data": {"sequence_length": 16, "eod_id": 0},
-    "optimizer": {"lr": 1e-2, "ema_decay": 0.75},
+    "optimizer": {"lr": 1e-2, "tuned_passes": 1, "ema_decay": 0.75},
     "schedule": {"warmup_fraction": 0.2},
     "train": {"steps": 8, "global_batch": 4, "micro_batch": 2, "eval_every": 4, "eval_batches": 2},
     "checkpoint": {"every": 3, "keep_last": 10},

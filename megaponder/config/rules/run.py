@@ -63,6 +63,14 @@ def method_only_needs_parameters(c: Case) -> None:
     require(lr is None or steps > 0, "train.method_lr", lr, rule, "leave it out, or set train.method_only_steps")
 
 
+def tuned_width_scales_the_head(c: Case) -> None:
+    """Over width the head's rate and initial weights fall, and those of the token table do not."""
+    o = c.cfg.optimizer
+    rule = "model.tie_embeddings makes one table of the token table and the head, which need different rates"
+    fix = "set model.tie_embeddings: false, or leave it out"
+    require(o.tuned_width is None or not c.cfg.model.tie_embeddings, "optimizer.tuned_width", o.tuned_width, rule, fix)
+
+
 def warmup_and_decay_fit(c: Case) -> None:
     """Under wsd, warm-up and final fall share the budget."""
     s = c.cfg.schedule
@@ -164,6 +172,7 @@ RULES: tuple[Rule, ...] = (
     rampup_is_three_numbers,
     budget_is_given_once,
     method_only_needs_parameters,
+    tuned_width_scales_the_head,
     warmup_and_decay_fit,
     kept_checkpoints_are_written,
     local_checkpoints_have_a_place,
