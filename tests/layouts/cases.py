@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import zlib
 from collections.abc import Iterable
 from typing import Any
@@ -384,6 +385,9 @@ reduction must know how many gradients a step brings."""
 WHOLE = "MEGAPONDER_WHOLE_MATRIX" in os.environ
 """Every case in every layout, evaluation included: minutes on many cores, the better part of an hour on two."""
 
+ONLY = re.compile(os.environ.get("MEGAPONDER_CASES", ""))
+"""Cases whose names contain this alone, for `-k test_layout_changes_nothing` after a change that touches few."""
+
 
 def cases_of(layout: Layout) -> list[str]:
     """Cases that run in a layout: those whose layers its pipeline divides.
@@ -393,6 +397,8 @@ def cases_of(layout: Layout) -> list[str]:
     """
     found, known = [], set()
     for name, case in CASES.items():
+        if not ONLY.search(name):
+            continue
         layers = case.model.get("num_layers", 2)
         fits = layers % layout.pipeline == 0 or layout.pipeline in case.stages
         if not (fits and (layers == 2 or layout.deep or WHOLE)):
