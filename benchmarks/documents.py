@@ -11,10 +11,12 @@ have the same targets.  CORPUS: see `benchmarks.study`; sizes, rates and schedul
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,14 +45,15 @@ def config(
     return made
 
 
-def train(made: dict[str, Any]) -> float:
-    """Train the run, or go on with it; seconds.  UserError where it fails."""
+def train(made: dict[str, Any], gpu: int | None = None) -> float:
+    """Train the run, or go on with it, on this GPU if one is named; seconds.  UserError where it fails."""
     run, begin = Path(made["run"]), time.monotonic()
     run.mkdir(parents=True, exist_ok=True)
     (run / "documents.yaml").write_text(json.dumps(made))  # which is YAML, too
     with open(run / "train.log", "ab") as log:
         command = [sys.executable, "-m", "megaponder", "train", str(run / "documents.yaml")]
-        code = subprocess.run(command, stdout=log, stderr=log).returncode
+        on = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
+        code = subprocess.run(command, stdout=log, stderr=log, env=os.environ | on).returncode
     if code:
         raise UserError(f"{run}: training ended with exit code {code}; {run / 'train.log'} says why.")
     return time.monotonic() - begin
@@ -108,6 +111,7 @@ def main(argv: list[str] | None = None) -> None:
     kinds = ("vanilla", "loop", "pause", "ponderlm", "ponderlm2")
     options.add_argument("--methods", nargs="+", choices=kinds, default=["vanilla", "ponderlm"], help="rows")
     options.add_argument("--seeds", nargs="+", type=number(0), default=[SEEDS[0]], help="default: %(default)s")
+    options.add_argument("--parallel", type=number(1), default=1, metavar="N", help="trainings at a time; default: 1")
     options.add_argument("--work", type=folder, default=Path("runs/documents"), help="runs; default: %(default)s")
     options.add_argument("--output", type=folder, default=RESULTS, help="results; default: benchmarks/results")
     args = options.parse_args(argv)
@@ -115,19 +119,23 @@ def main(argv: list[str] | None = None) -> None:
     length, tokens = args.length or size.length, args.tokens or size.tokens
     text = texts.ready(args.corpus, args.bytes, size.vocab - 1, args.work)
     known = {row.kind.name: row.kind for row in rows(args.size)}
-    found: list[dict[str, Any]] = []
+    every: list[tuple[Row, str, Path]] = []
     for seed in args.seeds:
         for method in args.methods:
             row = Row(known[method], args.size, seed, 1.0, tokens)
-            for how, apart in HOW.items():
-                run = args.work / f"{args.size}.{length}.{tokens}.{row.short}.{how}"
-                seconds = train(config(row, text, run, cuda, length, args.micro_batch, apart))
-                one = {"method": method, "trained": how, "seed": seed, "seconds": seconds} | read(
-                    run, text, args.heldout
-                )
-                say(f"{run.name}: " + ", ".join(f"read {h} {one[h]['loss']:.4f}" for h in HOW) + f", {seconds:.0f} s")
-                found.append(one)
-    told = {
+            every += [(row, how, args.work / f"{args.size}.{length}.{tokens}.{row.short}.{how}") for how in HOW]
+    made = [config(row, text, run, cuda, length, args.micro_batch, HOW[how]) for row, how, run in every]
+    gpus = torch.cuda.device_count()
+    on = [i % gpus if gpus > 1 else None for i in range(len(made))]
+    with ThreadPoolExecutor(args.parallel) as pool:
+        took = list(pool.map(train, made, on))
+    found: list[dict[str, Any]] = []
+    for (row, how, run), seconds in zip(every, took, strict=True):
+        told = {"method": row.kind.name, "trained": how, "seed": row.seed, "seconds": seconds}
+        found.append(told | read(run, text, args.heldout))
+        losses = ", ".join(f"read {h} {found[-1][h]['loss']:.4f}" for h in HOW)
+        say(f"{run.name}: {losses}, {seconds:.0f} s")
+    results = {
         "size": args.size,
         "length": length,
         "tokens": row.steps * size.batch * size.length,
@@ -136,8 +144,8 @@ def main(argv: list[str] | None = None) -> None:
         "origin": origin(),
         "rows": found,
     }
-    write(args.output, f"documents-{args.size}-{length}", told, report(told))
-    say(report(told))
+    write(args.output, f"documents-{args.size}-{length}", results, report(results))
+    say(report(results))
 
 
 if __name__ == "__main__":
