@@ -4,11 +4,12 @@
     python -m benchmarks.transfer width passes --report
     python -m benchmarks.transfer width --corpus CORPUS --size tiny --tokens 4096     (two CPU cores, a minute or two)
 
-`width`: vanilla models of half, once and twice the width of --size, at every rate, plain and with
-`optimizer.tuned_width` of the narrowest.  `passes`: models of --size that run their layers once, twice and four times
-(`loop`), plain and with `optimizer.tuned_passes: 1`.  All of a sweep see the same text in the same order, with the
-schedule of `benchmarks.study`, whose text CORPUS is.  A run whose JSON lies in the folder of results is not run again;
-one that was cut off goes on.
+`width`: models of half, once and twice the width of --size, at every rate, plain and with `optimizer.tuned_width` of
+the narrowest.  `passes`: models of --size that run their layers once, twice and four times (`loop`), plain and with
+`optimizer.tuned_passes: 1`.  All begin as the pondering methods do (embeddings scaled, output projections small).  They
+see the same text in the same order, in batches half as large as those of `benchmarks.study`, whose text CORPUS is, with
+a cosine after a warm-up of a fifth, since they are short.  A run whose JSON lies in the folder of results is not run
+again; one that was cut off goes on.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,10 +33,9 @@ from benchmarks.study.rows import SEEDS, SIZES, Row, rows
 from megaponder.errors import UserError
 
 say = partial(print, flush=True)
-RATES = {"width": (1e-3, 2e-3, 4e-3, 8e-3, 16e-3), "passes": (3e-3, 6e-3, 12e-3, 24e-3)}
-LOWER = (0.5e-3,)
-"""Beside `RATES`, where a wider model is expected to want less: plain ones that are wider."""
-PASSES = (1, 2, 4)
+RATES = (1.5e-3, 3e-3, 6e-3, 12e-3, 24e-3)
+SWEEPS = ("width", "passes")
+WIDTHS, PASSES = (0.5, 1, 2), (1, 2, 4)
 COLORS = ("#0072b2", "#d55e00", "#009e73")
 
 
@@ -61,8 +61,8 @@ class Point:
     def config(self, text: texts.Corpus, run: Path, cuda: bool) -> dict[str, Any]:
         """The study's configuration of a vanilla model, in this width or with these passes."""
         size = SIZES[self.size]
-        matched = "vanilla" if self.sweep == "width" else "vanilla-sqrt_2.5h"  # which begins as `loop` does
-        kind = next(row.kind for row in rows(self.size) if row.kind.name == matched)
+        kind = next(row.kind for row in rows(self.size) if row.kind.name == "vanilla-sqrt_2.5h")  # begins as `loop`
+        batch = max(1, size.batch // 2)
         made = Row(kind, self.size, SEEDS[0], 1.0, self.tokens).config(text, str(run), cuda)
         made["optimizer"] = {"lr": self.lr}
         if self.sweep == "width":
@@ -71,22 +71,27 @@ class Point:
             made["ponder"] = {"method": "loop", "options": {"extra_passes": self.value - 1}}
         if self.carried:
             made["optimizer"][f"tuned_{self.sweep}"] = self.tuned
-        made["train"] |= {"eval_every": 0, "eval_batches": 16}
+        steps = max(2, self.tokens // (batch * size.length))
+        made["train"] |= {"steps": steps, "global_batch": batch, "micro_batch": batch}
+        made["train"] |= {"eval_every": 0, "eval_batches": 32}
+        made["schedule"]["warmup_fraction"] = 0.2
         made["checkpoint"] = {"every": 0}
         made["faults"] = {"not_finite": "skip"}  # a rate that is far too high has a result, too
         return made
 
 
-def points(sweep: str, size: str, tokens: int) -> Iterator[Point]:
-    """All runs of a sweep, the cheap ones last, so that they fill what the others leave of a device."""
-    hidden = SIZES[size].hidden
-    values = (hidden // 2, hidden, 2 * hidden) if sweep == "width" else PASSES
-    for value in reversed(values):
-        tuned = Point(sweep, size, value, values[0], 0.0, False, tokens)
-        lower = LOWER if sweep == "width" and value > values[0] else ()
-        yield from (replace(tuned, lr=lr) for lr in (*lower, *RATES[sweep]))
-        if value > values[0]:
-            yield from (replace(tuned, lr=lr, carried=True) for lr in RATES[sweep])
+def points(
+    sweep: str, size: str, tokens: int, lrs: Sequence[float] = RATES, only: Sequence[float] | None = None
+) -> Iterator[Point]:
+    """All runs of a sweep, or those of `only` some of `WIDTHS` or `PASSES`; the long ones first."""
+    every = WIDTHS if sweep == "width" else PASSES
+    unit = SIZES[size].hidden if sweep == "width" else 1
+    for value in sorted(every, reverse=True):
+        if only is None or value in only:
+            plain = Point(sweep, size, round(value * unit), round(every[0] * unit), 0.0, False, tokens)
+            yield from (replace(plain, lr=lr) for lr in lrs)
+            if value > every[0]:
+                yield from (replace(plain, lr=lr, carried=True) for lr in lrs)
 
 
 def job(point: Point, text: texts.Corpus, work: Path, out: Path, cuda: bool, command: str) -> queue.Job:
@@ -192,11 +197,14 @@ def main(argv: list[str] | None = None) -> None:
     import torch
 
     options = parser("transfer", __doc__)
-    options.add_argument("sweeps", nargs="+", choices=list(RATES), help="over what")
+    options.add_argument("sweeps", nargs="+", choices=SWEEPS, help="over what")
     options.add_argument("--corpus", type=Path, metavar="FOLDER", help="the text")
     options.add_argument("--bytes", type=number(1.0), metavar="N", help="train on the first N bytes of all sources")
     options.add_argument("--size", choices=list(SIZES), default="6x256", help="backbone; default: 6x256")
     options.add_argument("--tokens", type=number(1), default=11_000_000, metavar="N", help="of each run; %(default)s")
+    options.add_argument("--lrs", nargs="+", type=number(1e-9), default=list(RATES), help="default: %(default)s")
+    options.add_argument("--widths", nargs="+", type=float, choices=WIDTHS, help="factors on that of --size")
+    options.add_argument("--passes", nargs="+", type=int, choices=PASSES, help="default: all")
     options.add_argument("--parallel", type=number(1), default=1, metavar="N", help="runs at a time; default: 1")
     options.add_argument("--minutes", type=number(0.1), metavar="M", help="time that there is; default: no limit")
     options.add_argument("--work", type=folder, default=Path("runs/transfer"), help="runs; default: %(default)s")
@@ -204,7 +212,8 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--report", action="store_true", help="write table and figure of the results, and stop")
     args = options.parse_args(argv)
     begin, cuda, place = time.monotonic(), torch.cuda.is_available(), args.output / "transfer"
-    wanted = [p for sweep in args.sweeps for p in points(sweep, args.size, args.tokens)]
+    only = {"width": args.widths, "passes": args.passes}
+    wanted = [p for sweep in args.sweeps for p in points(sweep, args.size, args.tokens, args.lrs, only[sweep])]
     if not args.report:
         if args.corpus is None:
             raise UserError("--corpus is missing: name a folder with train.jsonl and heldout.jsonl.")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.study.corpus import Corpus
-from benchmarks.transfer import RATES, optimum, points, report
+from benchmarks.transfer import SWEEPS, optimum, points, report
 from megaponder.config.load import from_mapping
 from megaponder.config.resolve import resolve
 from megaponder.config.rules import check
@@ -19,7 +19,7 @@ from megaponder.ponder.settings import initialisation, method_of
 TEXT = Corpus("text", {}, 1, 1.0, 1, 1, {}, 511, "")
 
 
-@pytest.mark.parametrize("sweep", RATES)
+@pytest.mark.parametrize("sweep", SWEEPS)
 def test_runs_are_legal_and_differ_in_what_is_swept(sweep: str) -> None:
     every = list(points(sweep, "tiny", 4096))
     assert len({p.name for p in every}) == len(every)
@@ -30,12 +30,12 @@ def test_runs_are_legal_and_differ_in_what_is_swept(sweep: str) -> None:
         assert cfg.optimizer.lr == p.lr and cfg.model.head_size == 16
         assert (p.value, p.carried) != (p.tuned, True)
         carried = {"width": cfg.optimizer.tuned_width, "passes": cfg.optimizer.tuned_passes}
-        assert carried == {s: p.tuned if p.carried and s == sweep else None for s in RATES}
+        assert carried == {s: p.tuned if p.carried and s == sweep else None for s in SWEEPS}
         if sweep == "width":
             assert cfg.model.hidden_size == p.value
         else:
             assert facts_of(method).max_passes == p.value
-            assert initialisation(cfg.model, method) == ("trunc_normal", (2 / 5 / 32) ** 0.5, 6**-0.5)
+        assert initialisation(cfg.model, method) == ("trunc_normal", (2 / 5 / cfg.model.hidden_size) ** 0.5, 6**-0.5)
 
 
 def test_the_optimum_is_that_of_a_parabola() -> None:
