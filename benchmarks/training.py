@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from benchmarks.command import add_output, number, parser, script, write
 from benchmarks.report import origin
-from benchmarks.training_rows import LENGTH, TABLES, Row
+from benchmarks.training_rows import LENGTH, TABLES, WORLDS, Row
 from megaponder.backbone.depth import kernel as fused_depth
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import ModelConfig, RunConfig
@@ -305,7 +305,36 @@ def table(results: list[dict[str, Any]], args: argparse.Namespace) -> str:
             f"| {r['name']} | {size} | {r['tokens_per_second_per_gpu']:,.0f} | {r['mfu']:.1%} | "
             f"{1e3 * r['seconds']:.0f} | {r['spread']:.1%} | {r['graphs']} | {r['peak_gib']:.1f} | {planned} |"
         )
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_idle(results)]) + "\n"
+
+
+def _idle(results: list[dict[str, Any]]) -> list[str]:
+    """How long pipelines wait, where a layout was measured with several numbers of micro-batches M.
+
+    A step takes a + b M; b is the slope between the smallest and the largest M, so that a, over b M, is what a step
+    waits (with the optimizer's time) beside its work.
+    """
+    series: dict[str, list[dict[str, Any]]] = {}
+    for r in results:
+        if "error" not in r and r["row"]["pipeline"] > 1:
+            series.setdefault(r["name"].partition(", M=")[0], []).append(r)
+    lines = []
+    for name, rows in series.items():
+        rows.sort(key=lambda r: r["micro_batches"])
+        first, last = rows[0], rows[-1]
+        if first["micro_batches"] == last["micro_batches"]:
+            continue
+        slope = (last["seconds"] - first["seconds"]) / (last["micro_batches"] - first["micro_batches"])
+        for r in rows:
+            passes = 1 + r["row"]["options"].get("steps", r["row"]["options"].get("extra_passes", 0))
+            expected = (r["row"]["pipeline"] - 1) / (passes * r["micro_batches"])
+            seen = r["seconds"] / (slope * r["micro_batches"]) - 1
+            lines.append(f"| {name} | {r['micro_batches']} | {seen:.1%} | {expected:.1%} |")
+    if not lines:
+        return []
+    head = "| layout | M | beside its work | (P - 1) / (K M) |"
+    told = "What a step of M micro-batches takes beside its work, the optimizer included, and the bubble in theory:"
+    return ["", told, "", head, "|---|---|---|---|", *lines]
 
 
 def chosen(table: str, part: str) -> list[Row]:
@@ -322,9 +351,10 @@ def check_gpus(table: str) -> int:
     local, world = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if (cards := torch.cuda.device_count()) <= local:
         raise UserError(f"benchmarks.training needs a GPU for each of its processes; this machine has {cards}.")
-    if table in ("two-gpus", "long", "engines") and world != 2:
-        fix = f"torchrun --nproc-per-node 2 -m benchmarks.training {table}"
-        raise UserError(f"{table}: {world} process(es), where its rows need 2; start it with {fix}.")
+    if world != (needed := WORLDS.get(table, 1)):
+        launcher = f"torchrun --nproc-per-node {needed} -m" if needed > 1 else "python -m"
+        fix = f"{launcher} benchmarks.training {table}"
+        raise UserError(f"{table}: {world} process(es), where its rows need {needed}; start it with {fix}.")
     return local
 
 

@@ -182,6 +182,33 @@ def _engines() -> list[Row]:
     ]  # fmt: skip
 
 
+def _layouts(gpus: int) -> list[Row]:
+    """1.4B with four passes, 16 sequences a GPU and step; pipelines also with other numbers of micro-batches."""
+
+    def row(tensor: int, pipeline: int, count: int | None = None, told: str = "BF16", **more: Any) -> Row:
+        replica = tensor * pipeline
+        sizes = {"DP": gpus // replica, "TP": tensor, "PP": pipeline}
+        name = " x ".join(f"{kind}{size}" for kind, size in sizes.items() if size > 1)
+        method = more.pop("method", PONDER)
+        batch = more.pop("batch", 2 if pipeline == 8 else 4)  # of 4 the last stage would hold 157 GiB
+        return Row(f"{name}, {told}" + (f", M={count}" if count else ""), "llama-1.4b", *method, batch=batch,
+                   micro_batches=count or 16 // batch * replica, tensor=tensor, pipeline=pipeline, **more)  # fmt: skip
+
+    powers = [2**i for i in range(gpus.bit_length())]
+    every = [(t, p) for t in powers for p in powers if t * p <= gpus]
+    chosen = [(1, 1), (2, 1), (gpus, 1), *((1, p) for p in powers[1:]), (2, 2), (gpus // 2, 2)]
+    layouts = [each for each in every if each in chosen]
+    halting: dict[str, Any] = {"method": ADA, "halted": 0.3, "skip": True}
+    latents: dict[str, Any] = {"method": ("ponderlm2", {"latents": 1, "jacobi": 3}), "batch": 2}
+    return [
+        *(row(t, p) for t, p in layouts),
+        *(row(t, p, told="FP8 delayed", fp8="delayed") for t, p in layouts),
+        *(row(1, p, count) for p in powers[2:] for count in (8, 16, 32) if p == 8 or count != 4 * p),
+        *(row(t, p, told="30% halted, gathered", **halting) for t, p in ((1, 1), (1, 2))),
+        *(row(t, p, told="ponderlm2", **latents) for t, p in ((1, 1), (1, 2))),
+    ]
+
+
 TABLES: dict[str, list[Row]] = {
     "baseline": [*_paired("llama-410m", 8), *_paired("llama-1.4b", 4)],
     "methods": [
@@ -211,9 +238,13 @@ TABLES: dict[str, list[Row]] = {
         Row("TP=2 + SP, batch 8", "llama-1.4b", *LOOP, batch=8, micro_batches=2, tensor=2),
         Row("TP=2 + SP, batch 16", "llama-1.4b", *LOOP, batch=16, micro_batches=1, tensor=2),
     ],
+    "four-gpus": _layouts(4),
+    "eight-gpus": _layouts(8),
     "moe": _moe(),
     "moe-two-gpus": _moe(2)[2::3],
     "long": _long(),
     "engines": _engines(),
 }
 """`one-gpu` is what the ratios of `two-gpus` refer to: run both in one call."""
+WORLDS = {"two-gpus": 2, "moe-two-gpus": 2, "long": 2, "engines": 2, "four-gpus": 4, "eight-gpus": 8}
+"""Processes of a table, where they are not one."""

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from benchmarks.command import RESULTS, write
-from benchmarks.training_rows import TABLES
+from benchmarks.training import _idle, config, planned_gib
+from benchmarks.training_rows import TABLES, WORLDS
 from megaponder.errors import UserError
 
 SCRIPTS = (
@@ -152,11 +153,35 @@ def test_training_without_gpu(table: str, monkeypatch: pytest.MonkeyPatch, capsy
     assert "needs a GPU" in one_sentence(capsys)
 
 
-def test_two_gpus_needs_its_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("table", "world", "fix"), [("two-gpus", 1, "torchrun --nproc-per-node 2"), ("passes", 2, "python -m benchmarks")]
+)
+def test_a_table_needs_its_launcher(
+    table: str, world: int, fix: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert main("training", "two-gpus") == 2
-    assert "torchrun --nproc-per-node 2" in one_sentence(capsys)
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    assert main("training", table) == 2
+    assert fix in one_sentence(capsys)
+
+
+@pytest.mark.parametrize("table", [name for name, world in WORLDS.items() if world > 2])
+def test_rows_of_many_gpus_are_legal_and_fit_an_h200(table: str) -> None:
+    for row in TABLES[table]:
+        assert row.micro_batches
+        cfg = config(row, row.micro_batches, WORLDS[table])
+        for stage in {0, row.pipeline - 1}:
+            assert planned_gib(row, cfg, WORLDS[table], stage) < 130, row.name
+
+
+def test_a_pipeline_is_compared_with_its_bubble() -> None:
+    def measured(count: int, seconds: float) -> dict[str, Any]:
+        row = {"pipeline": 4, "options": {"steps": 3}}
+        return {"name": f"PP4, M={count}", "row": row, "micro_batches": count, "seconds": seconds}
+
+    lines = _idle([measured(8, 2 * 8 + 1), measured(32, 2 * 32 + 1)])
+    assert lines[-2:] == ["| PP4 | 8 | 6.2% | 9.4% |", "| PP4 | 32 | 1.6% | 2.3% |"]
+    assert _idle([measured(8, 1.0)]) == []
 
 
 @pytest.mark.parametrize("works", ["none", "vanilla 410m, captured"])
