@@ -41,7 +41,7 @@ def turns(feature: FreqKV, turn: Tensor, documents: Documents | None) -> Tensor:
 
 @fused.one_kernel
 def _opened(
-    q: Tensor, k: Tensor, v: Tensor, turn: Tensor, sink: int, memory: int, adjacent: bool
+    q: Tensor, k: Tensor, v: Tensor, turn: Tensor, memory: int, adjacent: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Of a text: rotated q and k, and v of its first F rows [F, b, heads, d]; rotated q of its blocks [D, B, b, h, d];
     keys beside values of its blocks [B, C, b, g, 2 d], with room for memories."""
@@ -54,9 +54,7 @@ def _opened(
 
     both = torch.cat([k, v], -1)
     own = blocks(both)
-    later = (len(own) - 1, -1, -1, -1, -1)
-    room = both.new_zeros(1, memory - sink, *both.shape[1:]).expand(later)
-    memories = torch.cat([both[None, :memory], torch.cat([both[None, :sink].expand(later), room], 1)])
+    memories = torch.cat([both[None, :memory], both.new_zeros(len(own) - 1, memory, *both.shape[1:])])
     return (
         fused.rotated(q[:memory], turn[:, :memory], adjacent),
         fused.rotated(k[:memory], turn[:, :memory], adjacent),
@@ -132,7 +130,7 @@ class FreqCore:
     def _whole(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Every sequence is one text."""
         f = self._feature
-        *head, own, both = _opened(q, k, v, self._of_rows, f.sink, f.memory, self._adjacent)
+        *head, own, both = _opened(q, k, v, self._of_rows, f.memory, self._adjacent)
         out: Tensor = _closed(self._core(*head), self._blocks(own, remembered(f, both)), len(q))
         return out
 
