@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,23 @@ from megaponder.config.resolve import resolve
 from megaponder.config.rules import check
 from megaponder.config.schema import RunConfig
 from megaponder.plan.build import build_plan
+from megaponder.plan.moe import inactive
+from megaponder.plan.parameters import model_parameters
 from megaponder.ponder.facts import facts_of
 from megaponder.ponder.settings import embedding_scale, initialisation, method_of
+from megaponder.upcycle.split import mixture_config
 from tests.data_pipeline.make import random_documents, write_documents
 from tests.distributed import run_workers
 from tests.scaled import STEPS, VOCAB, scaled
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
-SETS = {folder.name: sorted(folder.glob("*.yaml")) for folder in sorted(CONFIGS[0].parent.iterdir()) if folder.is_dir()}
+STAGES = sorted((CONFIGS[0].parent / "innovator").glob("*.yaml"))
+"""Of one training, one after the other."""
+SETS = {
+    folder.name: sorted(folder.glob("*.yaml"))
+    for folder in sorted(CONFIGS[0].parent.iterdir())
+    if folder.is_dir() and folder.name != "innovator"
+}
 """Folders of files with equal budgets: comparisons of a paper."""
 WORLD = {"pythia-1.4b-ponderlm-300b": 64, "demo": 1, "pythia-300b": 64}
 """GPUs that a file (or all of a folder) is meant for; the others: one node of eight."""
@@ -92,6 +101,19 @@ def test_a_folder_compares_at_equal_budgets_with_both_controls(name: str) -> Non
         scales = {embedding_scale(c.model, method_of(c)) for c in cfgs if c.ponder.method != "vanilla"}
         controls = [c for c in cfgs if c.ponder.method == "vanilla"]
         assert {1.0, *scales} == {embedding_scale(c.model, method_of(c)) for c in controls}
+
+
+def test_the_stages_of_upcycling_are_those_of_one_mixture() -> None:
+    """What `megaponder upcycle split` makes of the first is what the others train."""
+    expert, mixture, routers = (assert_fits(p, 8 if p.stem.endswith("expert") else 64) for p in STAGES)
+    made = mixture_config(expert, 8, 8, Path("-")).model
+    assert all(replace(c.model, preset=None) == replace(made, preset=None) for c in (mixture, routers))
+    assert (expert.train.only, routers.train.only, mixture.train.only) == (["mlp"], ["routers"], [])
+    total, unused = model_parameters(made).total, inactive(made)
+    assert (round(total / 1e9, 2), round((total - unused) / 1e9, 2)) == (53.25, 13.33)
+    assert model_parameters(expert.model).total == 7_615_616_512
+    without_routers = total - unused - made.num_layers * 64 * made.hidden_size  # type: ignore[operator]
+    assert without_routers / 1e9 == pytest.approx(13.32, abs=0.005)
 
 
 def test_plain_files_state_what_they_are_and_have_a_matched_twin() -> None:

@@ -26,7 +26,7 @@ LAYERS = [
     {"engine"},
     {"checkpoint", "plan", "monitor"},
     {"training", "inference", "export"},
-    {"demo", "compare", "lineage"},
+    {"demo", "compare", "lineage", "upcycle"},
     {"cli", "__main__"},
 ]
 """From below.  A module imports from its own layer or from those below, in functions and for type checks too."""

@@ -157,17 +157,17 @@ def ready(corpus: Path, size: float | None, vocab_size: int, work: Path, workers
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    _write(partial / "train.jsonl", train)
+    write_lines(partial / "train.jsonl", train)
     every = max(1, round(sum(len(d["text"]) for d in train) / TOKENIZER_BYTES))
-    _write(partial / "sample.jsonl", train[::every])
+    write_lines(partial / "sample.jsonl", train[::every])
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     train_tokenizer([partial / "sample.jsonl"], partial / "tokenizer.json", vocab_size)
     kinds: dict[str, list[dict[str, Any]]] = {}
     for document in heldout:
-        kinds.setdefault(_slug(document.get("cat", "text")), []).append(document)
-    _write(partial / "heldout.jsonl", heldout)
+        kinds.setdefault(slug(document.get("cat", "text")), []).append(document)
+    write_lines(partial / "heldout.jsonl", heldout)
     for kind, rows in kinds.items():
-        _write(partial / f"heldout-{kind}.jsonl", rows)
+        write_lines(partial / f"heldout-{kind}.jsonl", rows)
     counts = {}
     for name in ("train", "heldout", *(f"heldout-{kind}" for kind in kinds)):
         prepare(
@@ -194,10 +194,12 @@ def ready(corpus: Path, size: float | None, vocab_size: int, work: Path, workers
     return made
 
 
-def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Documents as a .jsonl file of their texts."""
     with open(path, "wb") as file:
         file.writelines(orjson.dumps({"text": row["text"]}) + b"\n" for row in rows)
 
 
-def _slug(kind: str) -> str:
+def slug(kind: str) -> str:
+    """A kind of text as part of a file name."""
     return "".join(c if c.isalnum() else "-" for c in kind)

@@ -45,6 +45,8 @@ def why_no_graphs(cfg: RunConfig) -> str:
         return "ranks of parallel.context exchange keys and values inside of a pass"
     if cfg.model.moe:
         return "with model.moe the number of rows of an expert is known only when it is routed"
+    if cfg.train.only:
+        return "captured passes with weights that are not trained are not built"
     return ""
 
 

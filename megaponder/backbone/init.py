@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megaponder.config.trained import is_trained
 from megaponder.ponder.base import PARAMETER_PREFIX
 
 DRAWN_BYTES = 2**32
@@ -68,7 +69,15 @@ def freeze_norms(stage: nn.Module) -> None:
             parameter.requires_grad_(False)
 
 
-def _draw(shape: tuple[int, ...], kind: str, std: float, generator: torch.Generator) -> Tensor:
+def freeze_all_but(stage: nn.Module, only: Collection[str]) -> None:
+    """Parameters outside of these groups (`config.trained`) get no gradient, no optimizer and no decay."""
+    for name, parameter in global_names(stage):
+        if not is_trained(name, only):
+            parameter.requires_grad_(False)
+
+
+def draw(shape: tuple[int, ...], kind: str, std: float, generator: torch.Generator) -> Tensor:
+    """A matrix of the initialisation `kind` with this standard deviation."""
     weight = torch.empty(shape, dtype=torch.float32)
     if kind == "trunc_normal":
         return nn.init.trunc_normal_(weight, std=std, a=-3 * std, b=3 * std, generator=generator)
@@ -114,7 +123,7 @@ def initialise(
             scale = output_factor if name.endswith(("linear_proj.weight", "linear_fc2.weight")) else 1.0
             ranks, rank = split if ".experts." in name else (tp, tp_rank)
             shape, dim = whole_shape(name, parameter, ranks, gated)
-            whole = _draw(shape, kind, std * scale * carried(name), stream(seed, name))
+            whole = draw(shape, kind, std * scale * carried(name), stream(seed, name))
             if gated and name.endswith(".linear_fc1.weight"):
                 whole[1] *= up_factor
             part = whole if dim is None else whole.chunk(ranks, dim=dim)[rank]

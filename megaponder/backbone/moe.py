@@ -42,14 +42,16 @@ NORMALISER = 1e-20
 
 
 class Routed(NamedTuple):
-    """What a layer's router did with the rows of this rank that count."""
+    """What a layer's router did with the rows of this rank that count; the two losses alone have gradients."""
 
     aux: Tensor
-    """This rank's part of the balance loss, a sum over tokens; only this has a gradient."""
+    """This rank's part of the balance loss, a sum over tokens."""
     load: Tensor
     """Choices of each expert [E], in tokens."""
     entropy: Tensor
     """Sum over tokens of the entropy of the scores, in nats."""
+    discipline: Tensor | None = None
+    """Sum over the tokens of labelled sequences of `config.disciplines`' loss, with gradient; None: nobody asks."""
 
 
 class PonderRouter(TopKRouter):
@@ -80,10 +82,13 @@ class PonderRouter(TopKRouter):
             return logits
         return F.linear(x_sbh.float(), self.weight.float())
 
-    def forward(self, x_sbh: Tensor, counted_sb: Tensor) -> tuple[Tensor, Tensor, Routed]:
+    def forward(
+        self, x_sbh: Tensor, counted_sb: Tensor, disciplines_b: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Routed]:
         """Weights [s b, E], zero where an expert is not chosen, the choices as a mask, and statistics.
 
-        `counted_sb`: share of a token that each row is; 0 if it does not count.
+        `counted_sb`: share of a token that each row is; 0 if it does not count.  `disciplines_b`: which group of k
+        experts a sequence's rows should take; -1: any.
         """
         self._maintain_float32_expert_bias()
         o, logits = self.options, self.gating(x_sbh).flatten(0, 1)
@@ -95,7 +100,15 @@ class PonderRouter(TopKRouter):
             score_function=o.score,
             expert_bias=self.expert_bias,
         )
-        return weights, chosen, self._routed(logits, chosen, counted_sb)
+        routed = self._routed(logits, chosen, counted_sb)
+        if disciplines_b is not None:
+            routed = routed._replace(discipline=self._discipline(logits, counted_sb, disciplines_b))
+        return weights, chosen, routed
+
+    def _discipline(self, logits: Tensor, counted_sb: Tensor, disciplines_b: Tensor) -> Tensor:
+        logarithms = logits.float().log_softmax(-1).view(*counted_sb.shape, -1, self.options.top_k).logsumexp(-1)
+        own = disciplines_b.clamp(min=0)[None, :, None].expand(*counted_sb.shape, 1)
+        return -(logarithms.gather(2, own)[..., 0] * counted_sb.float() * (disciplines_b >= 0)).sum()
 
     def _routed(self, logits: Tensor, chosen: Tensor, counted_sb: Tensor) -> Routed:
         o, (s, b) = self.options, counted_sb.shape
@@ -158,15 +171,15 @@ class PonderMoE(MoELayer):
             if torch.is_tensor(value) and value.requires_grad:
                 setattr(d, name, None)
 
-    def forward(self, x_sbh: Tensor, counted_sb: Tensor) -> tuple[Tensor, Routed]:
-        """The mixture for each row, and what the router did; `counted_sb` as in `PonderRouter.forward`."""
+    def forward(self, x_sbh: Tensor, counted_sb: Tensor, disciplines_b: Tensor | None = None) -> tuple[Tensor, Routed]:
+        """The mixture for each row, and what the router did; the rest as in `PonderRouter.forward`."""
         x_sbh = x_sbh.contiguous()  # as dispatchers expect it
         own, shared = x_sbh, self.shared_experts_compute(x_sbh)
         alike = self.tp_group.size() > 1 and not self.config.sequence_parallel  # all tensor ranks hold all rows
         if alike:
             own = scatter_to_sequence_parallel_region(x_sbh, group=self.tp_group)
             counted_sb = counted_sb.chunk(self.tp_group.size())[self.tp_group.rank()]
-        weights, chosen, routed = self.router(own, counted_sb)
+        weights, chosen, routed = self.router(own, counted_sb, disciplines_b)
         hidden, weights = self.preprocess(own, weights, chosen)
         hidden, weights = self.dispatch(hidden, weights)
         out, _ = self.routed_experts_compute(hidden, weights)

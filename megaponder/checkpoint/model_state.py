@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
 
 
 def metadata() -> dict[str, Any]:
@@ -37,3 +38,8 @@ def sharded_state(stage: MegatronModule) -> dict[str, Any]:
     """Sharded parameters by name, without what Transformer Engine would pickle beside them (`checkpoint.scales`)."""
     state = stage.sharded_state_dict(metadata=metadata())
     return {name: value for name, value in state.items() if not isinstance(value, ShardedObject)}
+
+
+def of_whole(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Whole tensors by their stored names, as this process alone would save them."""
+    return {name: ShardedTensor.from_rank_offsets(name, tensor) for name, tensor in tensors.items()}

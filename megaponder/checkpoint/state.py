@@ -52,6 +52,8 @@ class TrainState:
     """Those that were executed: with recomputed layers, and with halted tokens that were only masked."""
     seconds: Amount | None = 0.0
     """Time of the steps on rank 0, without evaluation, saving and restarts."""
+    upcycled: dict[str, Any] = field(default_factory=dict)
+    """`upcycle.record.Record` of the weights that the run started from, as plain data; {}: it has none."""
 
     @property
     def updates(self) -> int:

@@ -53,6 +53,24 @@ def precise_weights(folder: Path) -> dict[str, Tensor]:
     return _weights(folder, reader.MASTER)
 
 
+class Stored:
+    """Weights of a checkpoint under the names that it stores them by, read one part at a time; FP32 masters where it
+    has them."""
+
+    def __init__(self, folder: Path):
+        self.folder, own = folder, reader.parameters(folder)
+        masters = reader.beside(folder, reader.MASTER)
+        self._places = {name: f"{reader.MASTER}{name}" for name in own if f"{reader.MASTER}{name}" in masters}
+        self.tensors = own | {name: masters[place] for name, place in self._places.items()}
+        """Shape and format by name."""
+
+    def read(self, *names: str) -> list[Tensor]:
+        """These tensors, whole."""
+        places = [self._places.get(name, name) for name in names]
+        found = reader.read(self.folder, {p: self.tensors[n] for p, n in zip(places, names, strict=True)})
+        return [found[place] for place in places]
+
+
 def _weights(folder: Path, prefix: str) -> dict[str, Tensor]:
     """Every parameter by its name in a stage, from the tensor with this prefix where there is one."""
     chosen = reader.beside(folder, prefix) if prefix else {}

@@ -27,8 +27,8 @@ from megaponder.config.fields import sections
 from megaponder.errors import UserError
 
 COMMANDS = (
-    "demo", "prepare", "plan", "train", "branch", "average", "watch", "replay", "eval", "compare", "generate",
-    "inspect", "lineage", "export", "calibrate", "import",
+    "demo", "prepare", "plan", "train", "branch", "average", "upcycle", "watch", "replay", "eval", "compare",
+    "generate", "inspect", "lineage", "export", "calibrate", "import",
 )  # fmt: skip
 """In the order in which a newcomer needs them."""
 

@@ -95,6 +95,9 @@ PRESETS: dict[str, Preset] = {
         {"num_kv_heads": 8, "rotary_base": 5e5, "rotary_scaling": _LLAMA_3, "tie_embeddings": True},
     ),
     "qwen2.5-0.5b": Preset("qwen2", 24, 896, 14, 4864, 151936, 32768, 1e-6, 0.02, {"num_kv_heads": 2} | _TIED),
+    "qwen2.5-7b": Preset(
+        "qwen2", 28, 3584, 28, 18944, 152064, 131072, 1e-6, 0.02, {"num_kv_heads": 4, "rotary_base": 1e6}
+    ),
     "qwen3-0.6b": Preset(
         "qwen3", 28, 1024, 16, 3072, 151936, 40960, 1e-6, 0.02, {"num_kv_heads": 8, "head_size": 128} | _TIED
     ),

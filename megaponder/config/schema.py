@@ -238,6 +238,12 @@ class TrainConfig:
     """Number of first steps in which only the method's own parameters (gates, routers) are trained."""
     method_lr: float | None = declare(None, gt=0, le=1, resume="warned")
     """Learning rate in these first steps; default: the schedule's."""
+    only: list[str] = declare([], resume="refused", load="free", aliases=("freeze", "trainable"))
+    """Groups of parameters that are trained, all others stay as they are: attention, norms, mlp (experts among them),
+    experts, shared_expert, routers, embeddings, method; empty: all are trained."""
+    disciplines: dict[str, Any] = declare({}, resume="warned")
+    """Teach the routers of an upcycled mixture the discipline of each sequence, by its dataset, such as {weight: 0.01,
+    data: {math: [data/math], law: [data/law]}}, in the order of `megaponder upcycle`; {}: no labels."""
     z_loss: float = declare(0.0, ge=0, le=1, resume="warned", aliases=("z_loss_weight", "z_loss_coeff"))
     """Weight of a loss on the squared log of the softmax's normaliser, which keeps logits small; PaLM: 1e-4; 0: off."""
     eslm: dict[str, Any] = declare({}, resume="warned")

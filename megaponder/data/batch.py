@@ -34,12 +34,14 @@ class MicroBatch:
     weights_bn: Tensor | None = None
     """float32 [b, n]: the weight of each token's loss in training; None: `loss_mask_bn`, or what `engine.selection`
     finds where the loss is computed."""
+    disciplines_b: Tensor | None = None
+    """int64 [b]: the number of each sequence's discipline (`train.disciplines`), -1: it has none; None: nobody asks."""
 
 
 def tensors_of(batch: MicroBatch) -> tuple[Tensor | None, ...]:
     """Its fields, in their order."""
-    places = batch.places_n, batch.weights_bn
-    return batch.ids_bn, batch.labels_bn, batch.loss_mask_bn, batch.starts_bn, batch.edges, *places
+    rest = batch.places_n, batch.weights_bn, batch.disciplines_b
+    return batch.ids_bn, batch.labels_bn, batch.loss_mask_bn, batch.starts_bn, batch.edges, *rest
 
 
 FEWEST_EDGES = 16

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Sequence, Sized
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
+from megaponder.config import disciplines
+from megaponder.config.disciplines import Disciplines
 from megaponder.config.schema import RunConfig
 from megaponder.data.batch import MicroBatch, make_micro_batch
 from megaponder.data.check import DataFacts, Opened, SourceFacts, check_data, open_data
@@ -35,7 +38,9 @@ class SampleStream:
         eod_id: int | None,
         vocab_size: int,
         field: str,
+        disciplines: Disciplines | None = None,
     ):
+        self.disciplines = disciplines
         self.dataset, self.sequences, self.field = dataset, sequences, field
         self.loss_mask, self.eod_id, self.vocab_size = loss_mask, eod_id, vocab_size
         self.document_attention = document_attention
@@ -67,14 +72,24 @@ class SampleStream:
         paths = [str(inside[number].dataset_path) for number in numbers]
         return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
 
+    def discipline(self, index: int) -> int:
+        """The number of the discipline of sequence `index`; -1: it has none."""
+        assert self.disciplines is not None
+        inside, source = getattr(self.dataset, "datasets", None), self.dataset
+        if inside is not None:
+            source = inside[int(self.dataset.dataset_index[index])]  # type: ignore[attr-defined]
+        return self.disciplines.of(str(source.dataset_path))  # type: ignore[attr-defined]
+
+    def _batch(self, numbers: Sequence[int]) -> MicroBatch:
+        text = np.stack([self.sequence(i) for i in numbers])
+        made = make_micro_batch(text, self.loss_mask, self.eod_id, self.document_attention)
+        if self.disciplines is None:
+            return made
+        return replace(made, disciplines_b=torch.tensor([self.discipline(i) for i in numbers]))
+
     def _read(self, first: int, global_batch: int, micro_batch: int, dp_rank: int, dp_size: int) -> list[MicroBatch]:
         return [
-            make_micro_batch(
-                np.stack([self.sequence(first + j * micro_batch + i) for i in range(micro_batch)]),
-                self.loss_mask,
-                self.eod_id,
-                self.document_attention,
-            )
+            self._batch(range(first + j * micro_batch, first + (j + 1) * micro_batch))
             for j in range(dp_rank, global_batch // micro_batch, dp_size)
         ]
 
@@ -202,6 +217,6 @@ def build_streams(
     train, valid = _datasets(cfg, facts, opened, train_sequences, valid_sequences)
     rest = (cfg.data.loss_mask, cfg.data.document_attention, facts.eod_id, facts.vocab_size)
     return Streams(
-        SampleStream(train, train_sequences, *rest, "data.train"),
+        SampleStream(train, train_sequences, *rest, "data.train", disciplines.read(cfg.train.disciplines)),
         {name: SampleStream(one, valid_sequences, *rest, cfg.data.valid_field(name)) for name, one in valid.items()},
     )

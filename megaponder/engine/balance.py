@@ -3,6 +3,7 @@
 What is added to the gradient's loss, and how biases move after each update, by the load of all passes of the step:
 
     loss = aux_weight  sum over layers, mean over the layer's passes, of aux / N
+           + weight of train.disciplines  the same of its loss / labelled targets
     bias_e <- bias_e + bias_rate sign(mean load - load of e)
 
     aux: `backbone.moe`, over the sequences of the global batch; N: its valid targets, the denominator of all losses.
@@ -20,11 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaponder.backbone.moe import AddLoss, Routed
+from megaponder.config.disciplines import Disciplines
 from megaponder.config.stages import run_in
 from megaponder.decoding.moe_options import Experts
 from megaponder.engine.groups import Groups
 from megaponder.ponder.base import Pass
 
+DISCIPLINE = "moe_discipline"
+"""The same of `config.disciplines`' loss, without its weight, mean over layers; where a run has labels."""
 NAMES = ("moe_balance", "moe_entropy", "moe_load_max", "moe_load_min")
 """Statistics of a training step: aux / N, mean over layers (1: even); entropy of the scores over ln E (1: even); the
 largest and the smallest load of an expert, over the mean of its layer."""
@@ -33,17 +37,26 @@ largest and the smallest load of an expert, over the mean of its layer."""
 class Balance:
     """Of the layers of one stage; `layers`: their numbers and their mixtures."""
 
-    def __init__(self, options: Experts, layers: Sequence[tuple[int, Any]], total: int, core: tuple[int, int] | None):
+    def __init__(
+        self,
+        options: Experts,
+        layers: Sequence[tuple[int, Any]],
+        total: int,
+        core: tuple[int, int] | None,
+        disciplines: Disciplines | None = None,
+    ):
+        self.disciplines = disciplines
         self.options, self._layers, self._core = options, layers, core
         self._loads, self._total = torch.zeros(0), total
         self._runs: dict[int, int] = {}
         self._tokens: Tensor | None = None
         self._sums = torch.zeros(0)
 
-    def begin(self, passes: Sequence[Pass], tokens: Tensor, train: bool) -> None:
-        """A step with this plan and so many valid targets starts; in evaluation nothing is counted."""
-        self._tokens = tokens if train else None
-        self._sums = torch.zeros(self._total, self.options.experts + 2, dtype=torch.float64, device=tokens.device)
+    def begin(self, passes: Sequence[Pass], tokens: Tensor, train: bool, labelled: Tensor) -> None:
+        """A step with this plan and so many valid targets starts, of which `labelled` have a discipline; in evaluation
+        nothing is counted."""
+        self._tokens, self._labelled = tokens if train else None, labelled
+        self._sums = torch.zeros(self._total, self.options.experts + 3, dtype=torch.float64, device=tokens.device)
         prelude = self._core[0] if self._core else 0
         for number, _ in self._layers:
             one = range(number, number + 1)
@@ -55,11 +68,15 @@ class Balance:
         if routed is None or self._tokens is None:
             return rows
         aux = routed.aux / (self._runs[number] * self._tokens)
+        added, loss = torch.zeros_like(aux), self.options.aux_weight * aux
+        if routed.discipline is not None and self.disciplines is not None:
+            added = routed.discipline / (self._runs[number] * self._labelled)
+            loss = loss + self.disciplines.weight * added
         if routed.aux.requires_grad:
-            own = torch.stack([aux.detach(), routed.entropy])
-            rows = AddLoss.apply(rows, self.options.aux_weight * aux)
+            own = torch.stack([aux.detach(), routed.entropy, added.detach()])
+            rows = AddLoss.apply(rows, loss)
         else:
-            own = torch.stack([torch.zeros_like(aux), routed.entropy])
+            own = torch.stack([torch.zeros_like(aux), routed.entropy, torch.zeros_like(aux)])
         self._sums[number] += torch.cat([routed.load, own])
         return rows
 
@@ -75,14 +92,17 @@ class Balance:
         even = (loads / loads.mean(1, keepdim=True).clamp(min=1e-12)).tolist()
         most, least = max(map(max, even)), min(map(min, even))
         spread = float((entropy / rows.clamp(min=1e-12)).mean()) / math.log(e)
-        return dict(zip(NAMES, (float(aux.mean()), spread, most, least), strict=True))
+        found = dict(zip(NAMES, (float(aux.mean()), spread, most, least), strict=True))
+        if self.disciplines is not None:
+            found[DISCIPLINE] = float(self._sums[:, e + 2].mean())
+        return found
 
     @torch.no_grad()
     def settle(self) -> None:
         """Move the biases, if there are any, after an update."""
         for number, mixture in self._layers:
             bias = mixture.router.expert_bias
-            if bias is not None and len(self._loads):
+            if bias is not None and mixture.router.weight.requires_grad and len(self._loads):
                 below = self._loads[number].mean() - self._loads[number]
                 below[below.abs() < 1e-6 * self._loads[number].mean()] = 0.0  # rounding of a sum in another order
                 bias += self.options.bias_rate * below.sign().to(bias)

@@ -8,7 +8,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from megaponder.backbone.config import dtype_of, uses_graphs
-from megaponder.backbone.init import freeze_norms, initialise
+from megaponder.backbone.init import freeze_all_but, freeze_norms, initialise
 from megaponder.config.schema import RunConfig
 from megaponder.engine.capture import Captures
 from megaponder.engine.groups import Groups
@@ -40,6 +40,10 @@ def build_stage(cfg: RunConfig, method: Method, groups: Groups) -> PonderStage:
     )
     if not cfg.model.norm_affine:
         freeze_norms(stage)
+    if cfg.train.only:
+        freeze_all_but(stage, cfg.train.only)
+        if "embeddings" not in cfg.train.only:
+            stage.share_embeddings_and_output_weights = False  # megatron-core would sum a gradient that is not there
     return stage
 
 

@@ -41,7 +41,7 @@ from megaponder.backbone.freqkv import turns as freqkv_turns
 from megaponder.backbone.layer import Kept, Reads, layer_spec
 from megaponder.backbone.moe import Routed
 from megaponder.backbone.parts import parts
-from megaponder.config import eslm
+from megaponder.config import disciplines, eslm
 from megaponder.config.recompute import recomputed_layers
 from megaponder.config.rules.precision import fp8_alignment
 from megaponder.config.schema import RunConfig
@@ -129,7 +129,8 @@ class PonderStage(MegatronModule):
         self.balance: Balance | None = None
         if (experts := moe_options.read(m.moe)) is not None:
             mixtures = [(int(layer.layer_number) - 1, layer.mlp) for layer in self.decoder.layers]
-            self.balance = Balance(experts, mixtures, m.num_layers, method.core)
+            labels = disciplines.read(cfg.train.disciplines)
+            self.balance = Balance(experts, mixtures, m.num_layers, method.core, labels)
         if last:
             self.final_norm = built.norm(self.config, self.config.hidden_size, self.config.layernorm_epsilon)
             self.output_layer = ColumnParallelLinear(
@@ -248,7 +249,9 @@ class PonderStage(MegatronModule):
         documents = self._documents(batch)
         earlier = () if incoming is None else incoming.earlier
         carried, counted = (batch.ids_bn.t(), earlier, state.kept), self._counted(p, batch)
-        rows, state.kept, earlier = self._layers(p, flow, *carried, into_core, into_coda, documents, counted)
+        labels = None if self.balance is None or self.balance.disciplines is None else batch.disciplines_b
+        hooks = into_core, into_coda
+        rows, state.kept, earlier = self._layers(p, flow, *carried, *hooks, documents, counted, labels)
         flow = _cut(p, Flow(rows, flow.riders, earlier))
         if not self.groups.is_last_stage:
             return flow
@@ -337,6 +340,7 @@ class PonderStage(MegatronModule):
         into_coda: Hook | None,
         documents: Documents | None,
         counted: Tensor | None,
+        disciplines_b: Tensor | None,
     ) -> tuple[Tensor, list[Kept], tuple[Tensor, ...]]:
         """This stage's share of the pass's layers; the hooks run before its first layer of the core and of the coda.
 
@@ -392,7 +396,7 @@ class PonderStage(MegatronModule):
                     return self.method.attend(p, q, k, v, riders, kept, attending)
 
                 with precision():  # inside `run`, so that a recomputed layer enters it again
-                    return layer(x, rotary, attend, carried[:count], reads, carried[count:], counted)
+                    return layer(x, rotary, attend, carried[:count], reads, carried[count:], counted, disciplines_b)
 
             with self._gradients(p, begins=into_core is not None):
                 if i < recomputed and torch.is_grad_enabled():

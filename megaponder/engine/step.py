@@ -117,7 +117,11 @@ class Engine(ABC):
         """
         batches = [_on_device(b, self.groups.device) for b in batches]
         each = torch.stack([b.loss_mask_bn.sum() for b in batches]).float()
-        counts = torch.stack([each.sum(), (each == 0).sum()])
+        of_disciplines = each.new_zeros(())
+        for b in batches:
+            if b.disciplines_b is not None:
+                of_disciplines = of_disciplines + (b.loss_mask_bn.sum(1) * (b.disciplines_b >= 0)).sum()
+        counts = torch.stack([each.sum(), (each == 0).sum(), of_disciplines])
         dist.all_reduce(counts, group=self.groups.dp)
         tokens = counts[0]
         if self.groups.cp_size > 1:
@@ -134,14 +138,14 @@ class Engine(ABC):
         if train and self.stage.selection is not None:
             run = self._selected(run, self.stage.selection)
         if self.stage.balance is not None:
-            self.stage.balance.begin(passes, run.tokens, train)
+            self.stage.balance.begin(passes, run.tokens, train, counts[2].clamp(min=1.0))
         if train:
             self._begin(passes)
         with torch.set_grad_enabled(train):
             self._schedule(run, forward_only=not train)
         if self.stage.fp8 and train:
             self.stage.fp8.end_step()
-        valid, empty = counts.tolist()
+        valid, empty, _ = counts.tolist()
         out = self._collect(run, int(valid))
         out.empty = int(empty)
         out.passes = len(run.passes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from megaponder import files
 from megaponder.checkpoint import folder, writers
@@ -34,6 +35,18 @@ def save_weights(root: Path, cfg: RunConfig, stage: PonderStage, force: bool = F
 
     UserError if it already exists, unless `force`, or if it cannot be written.
     """
+    return save_tensors(root, cfg, sharded_state(stage), writers.strategy(stage), force=force)
+
+
+def save_tensors(
+    root: Path,
+    cfg: RunConfig,
+    tensors: dict[str, Any],
+    strategy: Any,
+    state: TrainState | None = None,
+    force: bool = False,
+) -> Path:
+    """The same of sharded tensors of one process; `strategy`: `writers.strategy`."""
     refuse_taken(root, force)
     target = folder.final(root, 0)
     path = None
@@ -42,10 +55,10 @@ def save_weights(root: Path, cfg: RunConfig, stage: PonderStage, force: bool = F
         folder.sweep(root)
         path = folder.create(root, 0)
         with writers.one_sentence(path, lambda why: UserError(f"{target} cannot be written: {why}.")):
-            request, _ = writers.request({"model": sharded_state(stage)}, path, writers.strategy(stage))
+            request, _ = writers.request({"model": tensors}, path, strategy)
             request.execute_sync()
             dump(cfg, path / CONFIG)
-            save_state(path, TrainState(), Contents(masters=False, layout=layout(), optimizer=False))
+            save_state(path, state or TrainState(), Contents(masters=False, layout=layout(), optimizer=False))
             return folder.publish(path, root, 0)
     except OSError as error:
         raise UserError(f"{target} cannot be written: {error.strerror}.") from error

@@ -106,9 +106,23 @@ def of_plain(plain: names.Tensors, cfg: RunConfig, name: str, tokens: dict[str, 
     assert m.num_heads is not None and m.num_kv_heads is not None
     for i in range(m.num_layers or 0):
         own = {role: plain.get(f"model.layers.{i}.{place}.weight") for role, place in _PLACES.items()}
+        if m.moe:
+            own |= _mixture(plain, f"model.layers.{i}.mlp", bool(m.moe.get("shared_ffn")))
         layers.append(Layer(**{role: t.double() for role, t in own.items() if t is not None}))
     table = plain["model.embed_tokens.weight"].double()
     return Model(name, table, tuple(layers), m.num_heads, m.num_kv_heads, m.qk_norm != "none", tokens, cfg)
+
+
+def _mixture(plain: names.Tensors, at: str, shared: bool) -> dict[str, Tensor | None]:
+    """The MLP of a mixture: its shared expert, as an upcycled model has it from its base, or else all experts side by
+    side."""
+    if shared:
+        return {role: plain[f"{at}.shared_expert.{role}_proj.weight"] for role in ("gate", "up", "down")}
+    found: dict[str, Tensor | None] = {}
+    for role in ("gate", "up", "down"):
+        parts = [t for name, t in plain.items() if name.startswith(f"{at}.experts.") and f".{role}_proj." in name]
+        found[role] = torch.cat(parts, dim=1 if role == "down" else 0)
+    return found
 
 
 def _tokens(path: Path, cfg: RunConfig, named: str | None) -> dict[str, int] | None:

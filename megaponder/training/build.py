@@ -118,6 +118,7 @@ def build(cfg: RunConfig, groups: Groups, stack: ExitStack) -> Run:
     if cfg.checkpoint.local is not None:
         local = Local(cfg, on_first_rank(lambda: identity.run_id(folder)), engine.stage, optimizer, ema)
     state, saved = resume(cfg, engine.stage, optimizer, data, monitor.say, ema, local)
+    setup.refuse_other_disciplines(cfg, state.upcycled)
     total = monitor.total = last_step(cfg, state.step, state.sequences, state.tokens)
     schedule = build_schedule(cfg.schedule, cfg.optimizer, total)
     starting("data")
@@ -144,6 +145,8 @@ def build(cfg: RunConfig, groups: Groups, stack: ExitStack) -> Run:
     if method_only(cfg.train, state.step + 1):
         last, name = cfg.train.method_only_steps, cfg.ponder.method
         monitor.say(f"Up to step {last} only the parameters of {name} itself are trained, then all of them.")
+    if cfg.train.only:
+        monitor.say(f"Only {', '.join(cfg.train.only)} are trained (train.only).")
     if state.step >= total:
         monitor.say(f"There is nothing to do: {state.step} steps are done, which is the whole budget of {total}.")
     profile.expect(total - state.step)

@@ -67,6 +67,7 @@ def resume(
         new = f"; newly initialised: {', '.join(fresh)}" if fresh else ""
         old = f"; ignored, since {cfg.ponder.method} does not use them: {', '.join(left)}" if left else ""
         say(f"Starting from the weights of {path}{new}{old}.")
+        return TrainState(upcycled=on_first_rank(lambda: load_state(path)[0].upcycled)), 0
     return TrainState(), 0
 
 

@@ -159,6 +159,14 @@ def _scale_changes(saved: RunConfig, cfg: RunConfig) -> list[str]:
     ]
 
 
+def refuse_other_disciplines(cfg: RunConfig, upcycled: dict[str, Any]) -> None:
+    """ConfigError if `train.disciplines` names others than those that the experts were made of, or in another order."""
+    data, made = cfg.train.disciplines.get("data"), [one["name"] for one in upcycled.get("disciplines", ())]
+    if data is not None and made and list(data) != made:
+        rule = f"the experts were made of {', '.join(made)}, in this order"
+        raise ConfigError("train.disciplines.data", list(data), rule, "name all of them so (an empty list: no dataset)")
+
+
 def costs(cfg: RunConfig, method: Method, devices: int) -> Costs:
     """FLOPs per token, and the device's peak if known."""
     import torch

@@ -47,6 +47,7 @@ ENGINES: list[Broken] = [
         precision__dtype="bf16",
     ),
     broken("model.moe", "deepspeed does not have it; leave it out", model__moe={"experts": 4, "top_k": 2}, **DEEPSPEED),
+    broken("train.only", "deepspeed does not have it; use []", train__only=["mlp"], **DEEPSPEED),
     broken(
         "train.method_only_steps",
         "deepspeed does not have it; use 0",

@@ -7,12 +7,24 @@ from typing import Any
 from megaponder.config.rules import Machine
 from tests.config.make import Broken, broken
 
+H100 = Machine("cuda", (9, 0), transformer_engine=True, grad_accum_kernel=False)
 TWO: dict[str, Any] = {"experts": 8, "top_k": 2}
 
 
 def options(field: str, words: str, **moe: Any) -> Broken:
     """Options of a mixture that break a rule."""
     return broken(f"model.moe.{field}", words, model__moe=TWO | moe)
+
+
+def labels(field: str, words: str, data: dict[str, Any], **changes: Any) -> Broken:
+    """Disciplines of its experts that break a rule."""
+    weight = {"weight": changes.pop("weight")} if "weight" in changes else {}
+    return broken(field, words, train__disciplines={"data": data} | weight, **{"model__moe": TWO} | changes)
+
+
+def only(field: str, words: str, groups: list[str], **changes: Any) -> Broken:
+    """Groups of parameters that alone are trained, and break a rule."""
+    return broken(field, words, train__only=groups, **changes)
 
 
 MOE: list[Broken] = [
@@ -77,4 +89,17 @@ MOE: list[Broken] = [
            world=4, model__moe=TWO, parallel__tensor=2, parallel__experts=4),
     broken("data.sequence_length", "a multiple of 2, so that tensor ranks route equal parts", world=2, model__moe=TWO,
            parallel__tensor=2, data__sequence_length=99),
+    labels("train.disciplines", "there are no experts without model.moe; use {}", {"a": []}, model__moe={}),
+    labels("train.disciplines.weight", "at least 0; use 0.01", {"a": [], "b": [], "c": [], "d": []}, weight=-1.0),
+    labels("train.disciplines.data", "it must name the datasets", {"a": "data/a"}),
+    labels("train.disciplines.data", "2 disciplines have 4 of the 8 experts; name 4 of them", {"a": [], "b": []}),
+    labels("train.disciplines.data.b", "it is a dataset of a, too", {"a": ["x"], "b": ["x.bin"], "c": [], "d": []}),
+    only("train.only", "every layer needs something that is trained", ["embeddings"]),
+    only("train.only", "groups are attention, norms, mlp,", ["mpl"]),
+    only("train.only", "only a mixture of experts (model.moe) has it; use mlp", ["routers"]),
+    only("train.only", "vanilla has no parameters of its own; leave it out", ["mlp", "method"]),
+    only("precision.fp8", "FP8 weights that are not trained", ["mlp"], precision__fp8="current",
+         precision__dtype="bf16", machine=H100),
+    only("precision.cuda_graphs", "captured passes with weights that are not trained", ["mlp"],
+         precision__cuda_graphs=True, machine=H100),
 ]  # fmt: skip

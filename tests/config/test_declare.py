@@ -29,7 +29,7 @@ from megaponder.training.setup import refuse_other_model
 from tests.config.make import config
 
 IDENTITY = {
-    "optimizer.kind",
+    "optimizer.kind", "train.only",
     "model.family", "model.num_layers", "model.hidden_size", "model.num_heads", "model.num_kv_heads", "model.head_size",
     "model.ffn_size", "model.vocab_size", "model.vocab_multiple", "model.norm", "model.norm_affine",
     "model.norm_placement", "model.qk_norm",
@@ -46,7 +46,7 @@ def test_what_a_weight_means_cannot_change() -> None:
     assert {name for name, f in all_fields().items() if f.declared.resume == "refused"} == IDENTITY
     free = {name for name in IDENTITY if all_fields()[name].declared.change_at_load != "refused"}
     asked = {"model.rotary_base", "model.rotary_scaling", "model.depth_attention", "model.freqkv"}
-    assert free == {"ponder.method", "model.vocab_multiple", "optimizer.kind", *asked}
+    assert free == {"ponder.method", "model.vocab_multiple", "optimizer.kind", "train.only", *asked}
     assert {name for name, f in all_fields().items() if f.declared.change_at_load == "asked"} == asked
 
 
@@ -140,6 +140,10 @@ def other_value(name: str, value: Any) -> Any:
         return {"sources": "last:2"}
     if name == "train.eslm":
         return {"by": "loss"}
+    if name == "train.only":
+        return ["mlp"]
+    if name == "train.disciplines":
+        return {"data": {"math": []}}
     if name == "model.freqkv":
         return {"capacity": 64}
     if name == "model.moe":

@@ -210,6 +210,7 @@ CASES = {
         "loop",
         {"extra_passes": 2},
         {"num_kv_heads": 2, "moe": {"experts": 4, "top_k": 2, "shared_ffn": 24, "aux_weight": 0.5}},
+        disciplines=0.7,
     ),
     # rows of a token that count together, some of which the last layer does not finish; a bias that moves
     "moe-bias-latents": Case(
@@ -218,6 +219,7 @@ CASES = {
         {"latents": 1, "jacobi": 1},
         {"moe": {"experts": 4, "top_k": 2, "score": "sigmoid", "scale": 1.5, "aux_weight": 0.3, "bias_rate": 0.1}},
         steps=3,
+        disciplines=0.4,
     ),
     "moe-skip": Case(
         "llama",
@@ -428,6 +430,8 @@ def run_config(case: Case, layout: Layout) -> RunConfig:
     cfg.data.sequence_length = LENGTH
     cfg.train.steps, cfg.train.global_batch, cfg.train.micro_batch = 1, SEQUENCES, layout.batch
     cfg.train.eslm = dict(case.eslm)
+    if case.disciplines:
+        cfg.train.disciplines = {"weight": case.disciplines, "data": {"one": [], "other": []}}
     cfg.train.z_loss = 0.02  # in every case: what is without it is compared with official code
     cfg.model.init_std = 0.2  # far from the linear regime, so that every path matters in the gradients
     cfg.parallel = ParallelConfig(

@@ -20,6 +20,8 @@ class Case:
     """Layers of each stage, by the number of stages; else equal parts."""
     eslm: dict[str, Any] = field(default_factory=dict)
     """Which tokens are trained on; of a micro-batch, in layouts that have the reference's alone."""
+    disciplines: float = 0.0
+    """Weight of the routers' loss on the sequences' disciplines, of which there are two."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def test_equal_experts_are_one_mlp() -> None:
     moe = {"experts": 4, "top_k": 2, "aux_weight": 0.0}
     found = []
     for model in ({"num_kv_heads": 2, "moe": moe}, {"num_kv_heads": 2}):
-        cfg = run_config(replace(CASE, model=model), ONE)
+        cfg = run_config(replace(CASE, model=model, disciplines=0.0), ONE)
         engine = build_engine(cfg, method_of(cfg), groups.init(cfg))
         disturb(engine.stage.named_parameters())
         named = dict(global_names(engine.stage))

@@ -210,7 +210,7 @@ def _batch() -> MicroBatch:
     text = torch.randint(0, VOCAB, (2, LENGTH + 1), generator=draw)
     mask = torch.ones(2, LENGTH)
     mask[1, 7:] = 0
-    return MicroBatch(text[:, :-1], text[:, 1:], mask)
+    return MicroBatch(text[:, :-1], text[:, 1:], mask, disciplines_b=torch.tensor([-1, 1]))
 
 
 @pytest.mark.parametrize("name", list(ORACLE_CASES))
@@ -236,8 +236,9 @@ def test_float64_oracle(name: str) -> None:
         losses = eslm.scores(logits, batch.labels_bn, "loss")
         assert out.selected["selected_loss"] == pytest.approx(float((losses * count).sum() / out.tokens), rel=RTOL)
     loss, grads = oracle.loss_and_gradients(
-        batch.ids_bn, batch.labels_bn, batch.loss_mask_bn, case.method, case.options, cfg.train.z_loss, count
-    )
+        batch.ids_bn, batch.labels_bn, batch.loss_mask_bn, case.method, case.options, cfg.train.z_loss, count,
+        (case.disciplines, batch.disciplines_b.tolist()),
+    )  # fmt: skip
     assert out.loss == pytest.approx(float(loss), rel=RTOL)
     squares = logits.logsumexp(-1) ** 2
     z_loss = cfg.train.z_loss * float((squares * count).sum() / out.tokens)
@@ -248,6 +249,9 @@ def test_float64_oracle(name: str) -> None:
             oracle.run(ids, case.method, case.options)
             total += float(oracle.balance(mask)) / cfg.model.num_layers / out.tokens
         assert out.balance["moe_balance"] == pytest.approx(total, rel=RTOL) and total > 1.01
+        if case.disciplines:  # those of the last sequence, which alone has one
+            mean = oracle.discipline(1, batch.loss_mask_bn[1]) / batch.loss_mask_bn[1].sum() / cfg.model.num_layers
+            assert out.balance["moe_discipline"] == pytest.approx(float(mean), rel=RTOL)
     if method.halts:
         depth = torch.stack([r.depth for r in trained]).float()  # type: ignore[misc]
         assert out.stats["depth"] == pytest.approx(float((depth * batch.loss_mask_bn).sum() / out.tokens), rel=RTOL)

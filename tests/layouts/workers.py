@@ -32,7 +32,9 @@ def batches(layout: Layout, dp_rank: int) -> list[Any]:
 
     def made(c: slice) -> MicroBatch:
         rest = () if starts is None else (starts[c], torch.from_numpy(document_edges(starts[c].numpy())))
-        return MicroBatch(text[c, :-1], text[c, 1:], mask[c], *rest)
+        return MicroBatch(text[c, :-1], text[c, 1:], mask[c], *rest, disciplines_b=disciplines[c])
+
+    disciplines = torch.tensor([1, -1, 0, 1])
 
     cut = [slice(i, i + layout.batch) for i in range(0, SEQUENCES, layout.batch)]
     return [made(c) for j, c in enumerate(cut) if j % layout.data == dp_rank]

@@ -97,6 +97,7 @@ class Oracle:
         self.head = self.table if m.tie_embeddings else self.w["output_layer.weight"][: m.vocab_size]
         self.depth = DepthAttention(m)
         self.routed: dict[str, list[Tensor]] = {}
+        self.router_logits: dict[str, list[Tensor]] = {}
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         weight = self.w[f"{name}.weight"]  # the engine's frozen ones are 1 and 0
@@ -192,6 +193,7 @@ class Oracle:
         o = {"score": "softmax", "renormalise": True, "scale": 1.0, "shared_ffn": 0, "bias_rate": 0} | self.m.moe
         z = x @ self.w[f"{name}.router.weight"].T
         scores = z.softmax(-1) if o["score"] == "softmax" else z.sigmoid()
+        self.router_logits.setdefault(name, []).append(z)
         out = []
         for row, score in zip(x, scores, strict=True):
             best = score.topk(o["top_k"]).indices
@@ -210,6 +212,16 @@ class Oracle:
                 own = scores[mask > 0]
                 f = torch.bincount(own.topk(k).indices.flatten(), minlength=experts) / (len(own) * k)
                 total = total + len(own) * experts * (f * own.mean(0)).sum() / len(passes)
+        return total
+
+    def discipline(self, number: int, mask: Tensor) -> Tensor:
+        """Sum over layers and the tokens of a mask, mean over passes, of -log of the softmax's mass on a discipline's
+        experts."""
+        total, k = mask.new_zeros((), dtype=torch.float64), self.m.moe["top_k"]
+        for passes in self.router_logits.values():
+            for z in passes:
+                mass = z.softmax(-1)[:, number * k : (number + 1) * k].sum(-1)
+                total = total - (mass.log() * mask).sum() / len(passes)
         return total
 
     def mlp(self, x: Tensor, name: str) -> Tensor:
@@ -270,6 +282,7 @@ class Oracle:
 
         self.depth.layers.clear()
         self.routed.clear()
+        self.router_logits.clear()
         if (found := (adaptive.METHODS | looped.METHODS).get(method)) is not None:
             return found(self, ids, options, labels)
         return Result(self._plain(ids, method, options))
@@ -313,15 +326,19 @@ class Oracle:
         options: dict[str, Any],
         z: float,
         weights_bn: Tensor | None = None,
+        disciplines: tuple[float, list[int]] | None = None,
     ) -> tuple[Tensor, Weights]:
         """Mean cross entropy over the valid targets of the batch, and the gradient of every weight, z-loss included.
 
-        `weights_bn`: of the tokens in what is differentiated, auxiliary losses aside.
+        `weights_bn`: of the tokens in what is differentiated, auxiliary losses aside.  `disciplines`: weight of the
+        routers' loss on them, and each sequence's number (-1: none).
         """
         total, objective = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
         aux = torch.zeros((), dtype=torch.float64)
         each = mask_bn if weights_bn is None else weights_bn
-        for ids, labels, mask, weight in zip(ids_bn, labels_bn, mask_bn, each, strict=True):
+        weight_of_labels, numbers = disciplines or (0.0, [-1] * len(ids_bn))
+        labelled = sum(mask.sum() for mask, number in zip(mask_bn, numbers, strict=True) if number >= 0)
+        for ids, labels, mask, weight, number in zip(ids_bn, labels_bn, mask_bn, each, numbers, strict=True):
             result = self.run(ids, method, options, labels)
             losses = F.cross_entropy(result.logits, labels, reduction="none")
             total = total + (losses * mask).sum()
@@ -332,6 +349,8 @@ class Oracle:
             aux = aux + z * (squares * weight).sum()
             if self.m.moe:
                 aux = aux + self.m.moe["aux_weight"] * self.balance(mask)
+                if number >= 0:
+                    aux = aux + weight_of_labels * self.discipline(number, mask) * mask_bn.sum() / labelled
         loss = total / mask_bn.sum()
         grads = torch.autograd.grad((objective + aux) / mask_bn.sum(), list(self.w.values()), allow_unused=True)
         return loss.detach(), {

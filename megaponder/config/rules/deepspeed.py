@@ -45,6 +45,7 @@ def deepspeed_lacks(c: Case) -> None:
         ("optimizer.kind", cfg.optimizer.kind, "adamw", "use adamw"),
         ("optimizer.ema_decay", cfg.optimizer.ema_decay, 0.0, "use 0; megaponder average averages checkpoints"),
         ("train.method_only_steps", cfg.train.method_only_steps, 0, "use 0"),
+        ("train.only", cfg.train.only, [], "use []"),
         ("checkpoint.local", cfg.checkpoint.local, None, "leave it out"),
     )
     for field, value, legal, fix in wanted:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from megaponder.config.disciplines import OPTIONS as DISCIPLINE_OPTIONS
 from megaponder.config.rules.case import Case, Rule, nearest_divisor, nearest_multiple, require, require_option
 from megaponder.decoding.moe_options import OPTIONS, read
 
@@ -67,6 +68,43 @@ def moe_fits_backbone(c: Case) -> None:
     require(not m.mlp_bias, "model.mlp_bias", m.mlp_bias, rule, "use false, or model.moe: {}")
 
 
+def disciplines_have_experts(c: Case) -> None:
+    """Every discipline has top_k experts of its own, and datasets that are trained on."""
+    given, name = c.cfg.train.disciplines, "train.disciplines"
+    for option, value in given.items():
+        require_option(name, option, value, DISCIPLINE_OPTIONS)
+    if not given:
+        return
+    o = read(c.cfg.model.moe)
+    require(o is not None, name, given, "there are no experts without model.moe", "use {}, or set model.moe")
+    weight, data = given.get("weight", 0.01), given.get("data")
+    legal = type(weight) in (int, float) and 0 <= weight < math.inf
+    require(legal, f"{name}.weight", weight, "it must be a number of at least 0", "use 0.01")
+    legal = isinstance(data, dict) and all(
+        isinstance(paths, list) and all(isinstance(path, str) for path in paths) for paths in data.values()
+    )
+    rule = "it must name the datasets of each discipline"
+    require(legal and bool(data), f"{name}.data", data, rule, "for example {math: [data/math]}")
+    assert o is not None and isinstance(data, dict)
+    rule = f"with model.moe.top_k = {o.top_k} experts each, {len(data)} disciplines have {len(data) * o.top_k} of the "
+    rule += f"{o.experts} experts"
+    fix = f"name {o.experts // o.top_k} of them, in the order of their experts (an empty list: no dataset)"
+    require(len(data) * o.top_k == o.experts, f"{name}.data", list(data), rule, fix)
+    there = [_prefix(str(item)) for item in c.cfg.data.train]
+    seen: dict[str, str] = {}
+    for discipline, paths in data.items():
+        for path in map(_prefix, paths):
+            rule, fix = "data.train does not have this dataset", f"write it as there: {', '.join(there)}"
+            require(not c.needs_data or path in there, f"{name}.data.{discipline}", path, rule, fix)
+            rule = f"it is a dataset of {seen.get(path)}, too"
+            require(path not in seen, f"{name}.data.{discipline}", path, rule, "name each dataset once")
+            seen[path] = discipline
+
+
+def _prefix(path: str) -> str:
+    return path.removesuffix(".bin").removesuffix(".idx")
+
+
 def moe_fits_training(c: Case) -> None:
     """What is not built for experts is refused."""
     cfg = c.cfg
@@ -121,4 +159,10 @@ def _divides(field: str, value: int, of: str, number: Any) -> None:
     require(number % value == 0, field, value, rule, f"the nearest is {nearest_divisor(value, number)}")
 
 
-RULES: tuple[Rule, ...] = (moe_is_whole, moe_scores_fit, moe_fits_backbone, moe_fits_training)
+RULES: tuple[Rule, ...] = (
+    moe_is_whole,
+    moe_scores_fit,
+    moe_fits_backbone,
+    moe_fits_training,
+    disciplines_have_experts,
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from megaponder import files
 from megaponder.config import budget
 from megaponder.config.fields import all_fields
 from megaponder.config.rules.case import Case, Rule, nearest_multiple, require
+from megaponder.config.trained import GROUPS, OF_LAYERS, OF_MIXTURES
 
 
 def budget_is_given_once(c: Case) -> None:
@@ -69,6 +71,28 @@ def tuned_width_scales_the_head(c: Case) -> None:
     rule = "model.tie_embeddings makes one table of the token table and the head, which need different rates"
     fix = "set model.tie_embeddings: false, or leave it out"
     require(o.tuned_width is None or not c.cfg.model.tie_embeddings, "optimizer.tuned_width", o.tuned_width, rule, fix)
+
+
+def trained_groups_exist(c: Case) -> None:
+    """What alone is trained is known, is there, and lies on every pipeline stage."""
+    only, name = c.cfg.train.only, "train.only"
+    if not only:
+        return
+    for group in only:
+        near = difflib.get_close_matches(group, GROUPS, 1)
+        require(group in GROUPS, name, group, f"groups are {', '.join(GROUPS)}", f"use {near[0] if near else 'mlp'}")
+        there = bool(c.cfg.model.moe) or group not in OF_MIXTURES
+        require(there, name, group, "only a mixture of experts (model.moe) has it", "use mlp")
+        there = c.facts.has_parameters or group != "method"
+        require(there, name, group, f"{c.cfg.ponder.method} has no parameters of its own", "leave it out")
+    rule = f"every layer needs something that is trained: {', '.join(OF_LAYERS)}"
+    require(any(g in OF_LAYERS for g in only), name, only, rule, "add one, or use train.method_only_steps")
+    steps, rule = c.cfg.train.method_only_steps, f"train.only = {only} has no method"
+    require(not steps or "method" in only, "train.method_only_steps", steps, rule, "use 0, or add method")
+    fp8, rule = c.cfg.precision.fp8, "FP8 weights that are not trained are not built"
+    require(fp8 == "none", "precision.fp8", fp8, rule, "use none, or train.only: []")
+    graphs, rule = c.cfg.precision.cuda_graphs, "captured passes with weights that are not trained are not built"
+    require(graphs is not True, "precision.cuda_graphs", graphs, rule, "use auto or false")
 
 
 def warmup_and_decay_fit(c: Case) -> None:
@@ -173,6 +197,7 @@ RULES: tuple[Rule, ...] = (
     budget_is_given_once,
     method_only_needs_parameters,
     tuned_width_scales_the_head,
+    trained_groups_exist,
     warmup_and_decay_fit,
     kept_checkpoints_are_written,
     local_checkpoints_have_a_place,

@@ -1,0 +1,1 @@
+"""Dense checkpoints to a mixture of experts and back: fine-grained experts beside a shared one (docs/upcycling.md)."""
