@@ -65,7 +65,7 @@ class Record:
 def fingerprint(digest: Any, name: str, tensor: Tensor) -> None:
     """Take a tensor into a sha256, in the order of the names."""
     digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-    digest.update(memoryview(tensor.contiguous().view(uint8).numpy()).cast("B"))
+    digest.update(tensor.contiguous().view(-1).view(uint8).numpy().data)
 
 
 def sha256() -> Any:
