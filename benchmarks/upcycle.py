@@ -13,10 +13,10 @@ CORPUS is a folder as for `benchmarks.study`.  What is in the folder of results 
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -80,7 +80,7 @@ def by_kind(corpus: Path, size: float | None, text: texts.Corpus) -> dict[str, i
                 raise UserError(f"--corpus {corpus}: it has no text whose cat is {kind}.")
             lines = Path(text.path(f"train-{kind}.jsonl"))
             texts.write_lines(lines, documents)
-            prepare(PrepareOptions([str(lines)], text.path(f"train-{kind}"), text.path("tokenizer.json"), workers=1))
+            prepare(PrepareOptions([str(lines)], text.path(f"train-{kind}"), text.path("tokenizer.json")))
             lines.unlink()
     metas = {kind: read_meta(read_index(text.path(f"train-{kind}"))) for kind in parts}
     return {kind: meta.tokens for kind, meta in metas.items() if meta is not None}
@@ -95,7 +95,7 @@ def stage(base: dict[str, Any], run: Path, tokens: float, data: list[Any], load:
         "data": base["data"] | {"train": data, "shuffle_seed": ORDER + 1},
         "optimizer": {"lr": RATE},
         "train": base["train"] | {"steps": steps, "eval_every": max(1, steps // 10)} | train,
-        "checkpoint": {"load": str(load), "every": max(1, steps // 4), "keep_last": 1},
+        "checkpoint": {"load": str(load), "every": 0, "keep_last": 1},  # at the end, and when it is stopped
         "logging": base["logging"] | {"every": max(1, steps // 100)},
     }
 
@@ -168,9 +168,9 @@ def losses(result: dict[str, Any], text: texts.Corpus) -> dict[str, float]:
     return {kind: result["kinds"][kind]["loss"] for kind in KINDS} | {REST: rest, "all": result["loss"]}
 
 
-def report(size: str, base: dict[str, Any], found: dict[str, dict[str, Any]], text: texts.Corpus) -> str:
-    """The table, in Markdown, in the order of the stages."""
-    names = [*KINDS, REST, "all"]
+def report(size: str, found: dict[str, dict[str, Any]], text: texts.Corpus) -> str:
+    """The table, in Markdown, in the order of the stages; the base is the first."""
+    names, base = [*KINDS, REST, "all"], found["base"]
     lines = [
         f"# Upcycling, {size}",
         "",
@@ -182,7 +182,7 @@ def report(size: str, base: dict[str, Any], found: dict[str, dict[str, Any]], te
         f"| model | parameters | tokens | training FLOPs | {' | '.join(names)} |",
         "|---|---|---|---|" + "---|" * len(names),
     ]
-    for name, r in {"base": base, **found}.items():
+    for name, r in found.items():
         told = losses(r, text)
         trained = f"{r['curve'][-1]['tokens']:,} | {r['executed_flops']:.3g}" if "curve" in r else " | "
         count = f"{r['parameters']:,}" if "parameters" in r else ""
@@ -239,6 +239,7 @@ def main(argv: list[str] | None = None) -> None:
     vanilla = next(row.kind for row in rows(args.size) if row.kind.name == "vanilla")
     row = Row(vanilla, args.size, SEEDS[0], 1.0, tokens)
     base = row.config(text, str(args.work / f"{args.size}.base"), cuda)
+    base["checkpoint"]["every"] = 0
     place = args.output / "upcycle"
     configs = {"base": base} | stages(base, args.work, text, sizes, tokens)
     files = {name: place / f"{args.size}.{name}.json" for name in configs}
@@ -256,36 +257,53 @@ def main(argv: list[str] | None = None) -> None:
         if waiting:
             together(waiting)
 
-    run("base")
-    run(*(f"expert-{kind}" for kind in KINDS))
     starts = list(dict.fromkeys(WAYS[name].start for name in args.ways))
-    for name in starts:
-        files[f"split-{name}"] = place / f"{args.size}.split-{name}.json"
-        split(args.work, args.size, name, text, files[f"split-{name}"])
-    run(*(f"routers-{name}" for name in args.ways))
-    run(*(f"mixture-{name}" for name in args.ways), "dense")
-    order = [f"expert-{kind}" for kind in KINDS]
-    order += [f"split-{name}" for name in starts]
-    order += [f"{what}-{name}" for name in args.ways for what in ("routers", "mixture")]
-    found = {
-        name: with_router(files[name], Path(configs[name]["run"]) if name in configs else Path("-"))
-        for name in (*order, "dense")
-    }
-    told = report(args.size, json.loads(files["base"].read_text()), found, text)
-    values = [{"name": name, **losses(r, text)} for name, r in found.items()]
-    write(args.output, f"upcycle-{args.size}", values, told)
-    say(told)
+
+    def measured() -> None:
+        for name in starts:
+            measure_split(args.work / f"{args.size}.split-{name}", name, text, files[f"split-{name}"])
+
+    def told() -> None:
+        """The table of what there is."""
+        order = ["base", *(f"expert-{kind}" for kind in KINDS), *(f"split-{name}" for name in starts)]
+        order += [f"{what}-{name}" for name in args.ways for what in ("routers", "mixture")]
+        found = {
+            name: with_router(files[name], Path(configs[name]["run"]) if name in configs else Path("-"))
+            for name in (*order, "dense")
+            if files[name].is_file()
+        }
+        values = [{"name": name, **losses(r, text)} for name, r in found.items()]
+        write(args.output, f"upcycle-{args.size}", values, report(args.size, found, text))
+        say(report(args.size, found, text))
+
+    files |= {f"split-{name}": place / f"{args.size}.split-{name}.json" for name in starts}
+    try:
+        run("base")
+        run(*(f"expert-{kind}" for kind in KINDS), "dense")
+        for name in starts:
+            split(args.work, args.size, name)
+        with ThreadPoolExecutor(1) as beside:  # the device has room for it
+            measuring = beside.submit(measured)
+            run(*(f"routers-{name}" for name in args.ways))
+            measuring.result()
+        run(*(f"mixture-{name}" for name in args.ways))
+    finally:
+        if files["base"].is_file():
+            told()
 
 
-def split(work: Path, size: str, name: str, text: texts.Corpus, out: Path) -> None:
-    """Make and measure a mixture, unless it is there."""
+def split(work: Path, size: str, name: str) -> None:
+    """Make a mixture, unless it is there."""
     from megaponder.upcycle.split import split as upcycle
 
     run = work / f"{size}.split-{name}"
-    os.environ.setdefault("OMP_NUM_THREADS", "2")
     if not (run / "checkpoints").is_dir():
         experts = {kind: work / f"{size}.expert-{kind}" for kind in KINDS}
         say(str(upcycle(work / f"{size}.base", experts, run, slices=SLICES, **WAYS[name].split)))
+
+
+def measure_split(run: Path, name: str, text: texts.Corpus, out: Path) -> None:
+    """Write its held-out losses, unless they are there."""
     if not out.is_file():
         result = measure(run, text)
         out.parent.mkdir(parents=True, exist_ok=True)

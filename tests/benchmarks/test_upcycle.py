@@ -46,7 +46,7 @@ def test_the_table_has_a_row_for_each_stage() -> None:
     row["kinds"]["code"] = {"loss": 6.0}
     assert losses(row, TEXT) == {"docs": 2.0, "textbooks": 2.0, "encyclopedic": 2.0, REST: 3.0, "all": 2.5}
     trained = row | {"curve": [{"tokens": 10}], "executed_flops": 1e9, "parameters": 5, "command": "c", "origin": "o"}
-    found = {"split-sum": row, "mixture-sum": trained | {"router": {"moe_load_max": 1.5}}}
-    lines = report("tiny", trained, found, TEXT).splitlines()
+    found = {"base": trained, "split-sum": row, "mixture-sum": trained | {"router": {"moe_load_max": 1.5}}}
+    lines = report("tiny", found, TEXT).splitlines()
     assert "| mixture-sum | 5 | 10 | 1e+09 | 2.0000 | 2.0000 | 2.0000 | 3.0000 | 2.5000 |" in lines
     assert any(line.startswith("| mixture-sum | 1.500 |") for line in lines)
