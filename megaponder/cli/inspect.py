@@ -171,6 +171,7 @@ def _checkpoint(path: Path, tensors: bool) -> int:
     from megaponder.checkpoint.info import count_parameters
     from megaponder.checkpoint.state import load_state
     from megaponder.checkpoint.weights import read_config
+    from megaponder.upcycle.record import of_checkpoint
 
     folder = locate(path)
     state, contents = load_state(folder)
@@ -186,6 +187,10 @@ def _checkpoint(path: Path, tensors: bool) -> int:
     print(f"  {count:,} parameters in {len(found)} tensors" + (", with optimizer state" if contents.optimizer else ""))
     saved = ", ".join(f"{name} {size}" for name, size in contents.layout.items())
     print(f"  saved at {saved}; it loads in any layout" if saved else "  it loads in any layout")
+    if (record := of_checkpoint(folder)) is not None:
+        print(f"  {record}")
+        for one in record.disciplines:
+            print(f"  {one.name}: {one.path}, sha256 {one.sha256[:16]}")
     if tensors:
         for name, meta in sorted(reader.tensors(folder).items()):
             kind = str(meta.properties.dtype).removeprefix("torch.")

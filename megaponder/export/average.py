@@ -10,6 +10,7 @@ from torch import Tensor
 from megaponder.checkpoint import origin
 from megaponder.checkpoint.choose import named
 from megaponder.checkpoint.damage import damage
+from megaponder.checkpoint.state import TrainState, load_state
 from megaponder.checkpoint.weights import precise_weights, read_config, read_weights
 from megaponder.config.load import dump
 from megaponder.config.schema import RunConfig
@@ -53,9 +54,10 @@ def average(run: str | Path, out: str | Path, last: int | None = None, ema: bool
         cfg, state = read_config(sources[0]), mean(sources)
     if (out / "checkpoints").exists() or (out.exists() and not out.is_dir()):
         raise UserError(f"--out = {out}: it exists already; choose another folder.")
+    made_from = TrainState(upcycled=load_state(sources[0])[0].upcycled)
     with reference.engine(cfg, state) as engine:
         cfg = _of(cfg, out)
-        checkpoint = save_weights(out / "checkpoints", cfg, engine.stage)
+        checkpoint = save_weights(out / "checkpoints", cfg, engine.stage, state=made_from)
     origin.record(out, "average", *sources)
     dump(start_config(cfg, out), out / "config.yaml")
     return Averaged(checkpoint, tuple(sources), ema)

@@ -30,12 +30,14 @@ def refuse_taken(root: Path, force: bool) -> None:
         raise UserError(f"{others[0]} belongs to a run, which would not start from the import; choose another folder.")
 
 
-def save_weights(root: Path, cfg: RunConfig, stage: PonderStage, force: bool = False) -> Path:
+def save_weights(
+    root: Path, cfg: RunConfig, stage: PonderStage, force: bool = False, state: TrainState | None = None
+) -> Path:
     """Write a one-process stage as the checkpoint of step 0 under `root` and publish it; it loads in any layout.
 
     UserError if it already exists, unless `force`, or if it cannot be written.
     """
-    return save_tensors(root, cfg, sharded_state(stage), writers.strategy(stage), force=force)
+    return save_tensors(root, cfg, sharded_state(stage), writers.strategy(stage), state, force)
 
 
 def save_tensors(

@@ -67,3 +67,14 @@ def test_equal_experts_are_one_mlp() -> None:
             total = sum(grads[f"{at}.experts.local_experts.{e}.{matrix}.weight"] for e in range(4))
             want = expected[f"{at}.{matrix}.weight"]
             assert float((total - want).abs().max() / want.abs().max()) < RTOL
+
+
+def test_biases_rest_with_their_routers() -> None:
+    for only, moved in ((["routers"], True), (["experts"], False)):
+        cfg = run_config(CASES["moe-bias-latents"], ONE)
+        cfg.train.only = only
+        engine = build_engine(cfg, method_of(cfg), groups.init(cfg))
+        engine.settle(engine.forward_backward(batches(ONE, 0), 0, train=True), 0)
+        trained = {name for name, p in engine.stage.named_parameters() if p.requires_grad}
+        assert trained and all(({"routers": ".router.", "experts": ".experts."}[only[0]]) in name for name in trained)
+        assert all(bool(layer.mlp.router.expert_bias.any()) == moved for layer in engine.stage.decoder.layers)

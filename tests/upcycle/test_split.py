@@ -26,6 +26,7 @@ cuda_on_cpu.install()
 
 from megaponder.engine import groups  # noqa: E402
 from megaponder.engine.build import build_engine  # noqa: E402
+from megaponder.export.average import average  # noqa: E402
 from megaponder.export.save import save_weights  # noqa: E402
 from megaponder.lineage import awm, tree, weights  # noqa: E402
 from megaponder.upcycle.merge import merge  # noqa: E402
@@ -162,7 +163,7 @@ def test_damped_to_nothing_is_the_base_bit_for_bit(models: Models) -> None:
     assert torch.equal(logits(models.made("damped", init="damped")), logits(models.root / "base"))
 
 
-def test_all_else_is_the_bases(models: Models) -> None:
+def test_all_else_is_the_bases(models: Models, capsys: pytest.CaptureFixture[str]) -> None:
     """Bits of everything but MLPs; the lineage of attention; the record, and how a tree of models reads it."""
     path = models.made("average")
     cfg, state = load_weights(path)
@@ -178,6 +179,11 @@ def test_all_else_is_the_bases(models: Models) -> None:
     assert (record.slices, record.init, record.slicing, record.neurons) == (K, "average", "contiguous", NEURONS)
     copies = of_checkpoint(next((models.made("sum", init="sum", slicing="random") / "checkpoints").iterdir()))
     assert copies is not None and copies.base.sha256 == record.base.sha256 != record.disciplines[0].sha256
+    average(path, models.root / "mean", last=1)  # the record goes on
+    assert of_checkpoint(next((models.root / "mean" / "checkpoints").iterdir())) == record
+    assert main(["inspect", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert f"upcycled from {record.base.path}: art, law, 4 contiguous slices each, average\n  art: " in said
     nodes = [tree.node(p) for p in (models.root / "base", path)]
     assert tree.source(nodes, 1) == ("upcycle", 0) and tree.source(nodes, 0) is None
 
