@@ -42,62 +42,71 @@ def turns(feature: FreqKV, turn: Tensor, documents: Documents | None) -> Tensor:
 @fused.one_kernel
 def _opened(
     q: Tensor, k: Tensor, v: Tensor, turn: Tensor, memory: int, adjacent: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Of a text: rotated q and k, and v of its first F rows [F, b, heads, d]; rotated q of its blocks [D, B, b, h, d];
-    keys beside values of its blocks [B, C, b, g, 2 d], with room for memories."""
-    capacity, n = turn.shape[1], len(q)
-    hop = capacity - memory
-    missing = -(n - memory) % hop  # rows after the last token, which none of them sees
-
-    def blocks(x: Tensor) -> Tensor:
-        return F.pad(x[memory:], (0, 0, 0, 0, 0, 0, 0, missing)).unflatten(0, (-1, hop))
-
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of a text: rotated q and k, and v of its first F rows [F, b, heads, d]; rotated q of its full blocks
+    [D, B', b, h, d], and of the tokens after them [t, b, h, d]; keys beside values of all blocks [B, C, b, g, 2 d],
+    without memories."""
+    hop = turn.shape[1] - memory
+    tokens = (len(q) - memory) % hop
+    end = len(q) - tokens
     both = torch.cat([k, v], -1)
-    own = blocks(both)
+    # after the last token come rows that nobody sees
+    own = F.pad(both[memory:], (0, 0, 0, 0, 0, 0, 0, -tokens % hop)).unflatten(0, (-1, hop))
     memories = torch.cat([both[None, :memory], both.new_zeros(len(own) - 1, memory, *both.shape[1:])])
+    blocks = q[memory:end].unflatten(0, (-1, hop)).transpose(0, 1)
     return (
         fused.rotated(q[:memory], turn[:, :memory], adjacent),
         fused.rotated(k[:memory], turn[:, :memory], adjacent),
         v[:memory].contiguous(),
-        fused.rotated(blocks(q).transpose(0, 1), turn[:, memory:, None], adjacent).contiguous(),
+        fused.rotated(blocks, turn[:, memory:, None], adjacent).contiguous(),
+        fused.rotated(q[end:], turn[:, memory : memory + tokens], adjacent),
         torch.cat([memories, own], 1),
     )
 
 
 @fused.one_kernel
-def _apart_forward(both: Tensor, turn: Tensor, adjacent: bool) -> tuple[Tensor, Tensor]:
-    k, v = both.transpose(0, 1).chunk(2, -1)
-    return fused.rotated(k, turn[:, :, None], adjacent).flatten(1, 2), v.flatten(1, 2).contiguous()
+def _apart_forward(both: Tensor, turn: Tensor, rows: int, adjacent: bool) -> tuple[Tensor, ...]:
+    full = len(both) - bool(rows)
+    k, v = both[:full].transpose(0, 1).chunk(2, -1)
+    out = (fused.rotated(k, turn[:, :, None], adjacent).flatten(1, 2), v.flatten(1, 2).contiguous())
+    if not rows:
+        return out
+    k, v = both[full, :rows].chunk(2, -1)
+    return *out, fused.rotated(k, turn[:, :rows], adjacent), v.contiguous()
 
 
 @fused.one_kernel
-def _apart_backward(dk: Tensor, dv: Tensor, turn: Tensor, batch: int, adjacent: bool) -> Tensor:
-    dk, dv = (x.unflatten(1, (-1, batch)) for x in (dk, dv))
-    both = torch.cat([fused.rotated(dk, turn[:, :, None], adjacent, -1.0), dv], -1)
-    return both.transpose(0, 1).contiguous()
+def _apart_backward(grads: list[Tensor], turn: Tensor, batch: int, adjacent: bool) -> Tensor:
+    dk, dv = (x.unflatten(1, (-1, batch)) for x in grads[:2])
+    both = torch.cat([fused.rotated(dk, turn[:, :, None], adjacent, -1.0), dv], -1).transpose(0, 1)
+    if grads[2:]:
+        dk, dv = grads[2:]
+        last = torch.cat([fused.rotated(dk, turn[:, : len(dk)], adjacent, -1.0), dv], -1)
+        both = torch.cat([both, F.pad(last, (0, 0, 0, 0, 0, 0, 0, both.shape[1] - len(last)))[None]])
+    return both.contiguous()
 
 
 class _KeysAndValues(torch.autograd.Function):
-    """Rotated keys, and values [C, B b, g, d] of both [B, C, b, g, 2 d]; so is the gradient, in that order."""
+    """Rotated keys, and values [C, B' b, g, d] of full blocks, then those of the first rows of one that is not, of
+    both [B, C, b, g, 2 d]; so is the gradient, in that order."""
 
     @staticmethod
-    def forward(ctx: Any, both: Tensor, turn: Tensor, adjacent: bool) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, both: Tensor, turn: Tensor, rows: int, adjacent: bool) -> tuple[Tensor, ...]:
         ctx.save_for_backward(turn)
         ctx.batch, ctx.adjacent = both.shape[2], adjacent
-        out: tuple[Tensor, Tensor] = _apart_forward(both, turn, adjacent)
+        out: tuple[Tensor, ...] = _apart_forward(both, turn, rows, adjacent)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (dk, dv), (turn,) = (g.contiguous() for g in grads), ctx.saved_tensors
-        return _apart_backward(dk, dv, turn, ctx.batch, ctx.adjacent), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (turn,) = ctx.saved_tensors
+        return _apart_backward([g.contiguous() for g in grads], turn, ctx.batch, ctx.adjacent), None, None, None
 
 
 @fused.one_kernel
-def _closed(head: Tensor, blocks: Tensor, rows: int) -> Tensor:
-    """[n, b, h, d] of the first F rows [F, b, h, d] and those of the blocks [D, B b, h, d]."""
-    blocks = blocks.unflatten(1, (-1, head.shape[1])).transpose(0, 1).flatten(0, 1)
-    return torch.cat([head, blocks[: rows - len(head)]])
+def _closed(head: Tensor, blocks: Tensor, last: Tensor) -> Tensor:
+    """[n, b, h, d] of the first F rows [F, b, h, d], of full blocks [D, B' b, h, d] and the tokens after them."""
+    return torch.cat([head, blocks.unflatten(1, (-1, head.shape[1])).transpose(0, 1).flatten(0, 1), last])
 
 
 _rotated = fused.one_kernel(fused.rotated)
@@ -130,13 +139,16 @@ class FreqCore:
     def _whole(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Every sequence is one text."""
         f = self._feature
-        *head, own, both = _opened(q, k, v, self._of_rows, f.memory, self._adjacent)
-        out: Tensor = _closed(self._core(*head), self._blocks(own, remembered(f, both)), len(q))
+        *head, own, last, both = _opened(q, k, v, self._of_rows, f.memory, self._adjacent)
+        rows = f.memory + len(last) if len(last) else 0
+        keys, values, *more = _KeysAndValues.apply(remembered(f, both), self._of_rows, rows, self._adjacent)
+        # a last block of few tokens would cost what a full one does
+        blocks, last = self._seen(own, keys, values), self._core.bottom_right(last, *more) if more else last
+        out: Tensor = _closed(self._core(*head), blocks, last)
         return out
 
-    def _blocks(self, q: Tensor, both: Tensor) -> Tensor:
-        """[D, B b, h, d] of rotated q [D, B, b, h, d], and of keys beside values [B, C, b, g, 2 d]."""
-        keys, values = _KeysAndValues.apply(both, self._of_rows, self._adjacent)
+    def _seen(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """[D, B b, h, d] of q [D, B, b, h, d] and keys and values [C, B b, g, d]."""
         out: Tensor = self._core.bottom_right(q.flatten(1, 2), keys, values)
         return out
 
@@ -145,7 +157,8 @@ class FreqCore:
         f, places = self._feature, documents.blocks(self._feature)
         both = remembered(f, places.gather(torch.cat([k, v], -1)), places.first)
         q, k = (_rotated(x, self._of_tokens, self._adjacent) for x in (q, k))
-        blocks = self._blocks(places.gather_own(q).transpose(0, 1), both)
+        keys, values = _KeysAndValues.apply(both, self._of_rows, 0, self._adjacent)
+        blocks = self._seen(places.gather_own(q).transpose(0, 1), keys, values)
         blocks = blocks.unflatten(1, (-1, q.shape[1])).transpose(0, 1)
         return places.scatter(blocks, self._heads(q, k, v, places))
 

@@ -41,8 +41,9 @@ def _channel(f: FreqKV) -> float:
 def copied_bytes(model: ModelConfig, tokens: int, e: int, documents: bool) -> float:
     """What one row keeps beside what plain attention keeps, elements of e bytes, in sequences of so many tokens.
 
-    Keys and values of B blocks of C rows stand for those of the tokens, and outputs are put together once more; with
-    documents a second attention over tiles keeps its own queries, two tiles of keys and values, and outputs.
+    Keys and values of full blocks of C rows, and of one that is not, stand for those of the tokens, and outputs are put
+    together once more; with documents a second attention over tiles keeps its own queries, two tiles of keys and
+    values, and outputs.
     """
     f = read(model.freqkv)
     if f is None or tokens <= f.capacity:
@@ -51,5 +52,6 @@ def copied_bytes(model: ModelConfig, tokens: int, e: int, documents: bool) -> fl
         blocks = tokens // min(f.hop, f.memory + 1)
         rows = blocks * (2 * f.capacity + 2 * f.hop) + 6 * tokens
         return model.query_width * e * (rows / tokens - 3)  # the output of both is one of the four of plain attention
-    rows = 2 * (f.memory + f.blocks(tokens) * f.capacity)
+    full, last = divmod(tokens - f.memory, f.hop)
+    rows = 2 * (f.memory + full * f.capacity + (f.memory + last if last else 0))
     return model.query_width * e * (rows / tokens - 2 + 1)
