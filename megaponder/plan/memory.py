@@ -20,7 +20,7 @@ from megaponder.plan import zero
 from megaponder.plan.depth_attention import made_bytes
 from megaponder.plan.freqkv import copied_bytes
 from megaponder.plan.layer import attention_bytes, mlp_bytes, norms_bytes, pre_norms_bytes
-from megaponder.plan.parameters import NONE, Parameters, rank_parameters
+from megaponder.plan.parameters import NONE, Parameters, rank_parameters, trained_part
 
 GIB = 2**30
 OVERHEAD = 2 * GIB
@@ -138,8 +138,9 @@ def rank_memory(
             # each keeps its probabilities; captured, it has room of its own for the gradient's two steps besides
             vocabulary += tokens * columns * e * mixing * flight * (3 if _captured(cfg, te) else 1)
     if cfg.zero is None:
-        weights, gradients = held.total * e + _fp8_copies(cfg.precision, held), held.total * 4
-        optimizer = _optimizer(cfg, held, dp)
+        moved = trained_part(cfg, held, layers)
+        weights, gradients = held.total * e + _fp8_copies(cfg.precision, held), moved.total * 4
+        optimizer = _optimizer(cfg, moved, dp)
     else:
         weights, gradients, optimizer = zero.states(cfg, held, e, dp)
     return Memory(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from megaponder.config.method_facts import MethodFacts, OwnParameters
 from megaponder.config.schema import ModelConfig, RunConfig
 from megaponder.config.stages import stage_range
+from megaponder.decoding.moe_options import read
 from megaponder.plan.layer import layer_parameters, norm_parameters
 
 NONE = OwnParameters()
@@ -57,6 +58,28 @@ def rank_parameters(cfg: RunConfig, facts: MethodFacts, stage: int, own: OwnPara
     parts = _parts(cfg.model, tp, shares, len(layers), rows, first, last, method)
     copied = last and not first and (facts.mixes_vocabulary or bool(cfg.model.tie_embeddings))
     return _with(parts, copies=rows * (cfg.model.hidden_size or 0) if copied else 0)
+
+
+def trained_part(cfg: RunConfig, held: Parameters, layers: int) -> Parameters:
+    """Of what a rank holds in so many layers, what `train.only` trains."""
+    only, moe = cfg.train.only, read(cfg.model.moe)
+    if not only:
+        return held
+    routers = 0 if moe is None else layers * moe.experts * (cfg.model.hidden_size or 0)
+    others = held.mlp - routers if "mlp" in only or "shared_expert" in only else 0
+    words = held.embedding, held.positions, held.head, held.copies
+    table, positions, head, copies = words if "embeddings" in only else (0, 0, 0, 0)
+    return Parameters(
+        embedding=table,
+        positions=positions,
+        attention=held.attention if "attention" in only else 0,
+        mlp=others + (routers if "routers" in only else 0),
+        experts=held.experts if "mlp" in only or "experts" in only else 0,
+        norms=held.norms if "norms" in only else 0,
+        head=head,
+        method=held.method if "method" in only else 0,
+        copies=copies,
+    )
 
 
 def _parts(

@@ -14,6 +14,7 @@ from megaponder.checkpoint.weights import Stored, read_config
 from megaponder.config.model import ModelConfig
 from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError
+from megaponder.ponder.settings import embedding_scale, method_of
 from megaponder.upcycle import record
 
 MATRICES = ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
@@ -56,17 +57,20 @@ class Dense:
 
 def refuse_other_shape(base: Dense, copy: Dense) -> None:
     """UserError if the two configurations describe different functions of their weights."""
-    skip = {"preset", "init", "init_std", "init_output_scale", "max_positions"}
+    skip = {"preset", "init", "init_std", "init_output_scale", "max_positions", "embedding_scale"}
     pairs: list[tuple[str, Any, Any]] = [
         (f"model.{f.name}", getattr(base.config.model, f.name), getattr(copy.config.model, f.name))
         for f in fields(ModelConfig)
         if f.name not in skip
     ]
-    pairs.append(("ponder.method", base.config.ponder.method, copy.config.ponder.method))
-    for name, ours, theirs in pairs:
-        if ours != theirs:
+    ours, theirs = base.config.ponder, copy.config.ponder
+    pairs += [("ponder.method", ours.method, theirs.method), ("ponder.options", ours.options, theirs.options)]
+    scales = [embedding_scale(one.config.model, method_of(one.config)) for one in (base, copy)]
+    pairs.append(("model.embedding_scale", scales[0], scales[1]))  # auto has a value
+    for name, mine, other in pairs:
+        if mine != other:
             raise UserError(
-                f"{copy.name} = {copy.path}: {name} = {theirs!r}, and the base has {ours!r}; only copies of one base "
+                f"{copy.name} = {copy.path}: {name} = {other!r}, and the base has {mine!r}; only copies of one base "
                 "can be merged."
             )
     for name, tensor in base.stored.tensors.items():

@@ -12,7 +12,7 @@ from megaponder.config.resolve import resolve
 from megaponder.config.schema import RunConfig
 from megaponder.plan.layer import linear_flops
 from megaponder.plan.moe import inactive
-from megaponder.plan.parameters import model_parameters, rank_parameters
+from megaponder.plan.parameters import model_parameters, rank_parameters, trained_part
 
 PUBLISHED = {
     "llama-2-7b": 6_738_415_616,
@@ -108,3 +108,16 @@ def test_a_methods_own_parameters_are_counted_where_they_lie() -> None:
     assert (own.entry, own.layers, own.exit) == (8 * 8 + 8, (3, 0, 3, 3), 8 + 1)
     assert model_parameters(cfg.model, own).method == 72 + 9 + 9
     assert [rank_parameters(cfg, MethodFacts(), stage, own).method for stage in range(2)] == [72 + 3, 6 + 9]
+
+
+@pytest.mark.parametrize("only", [["mlp"], ["routers"], ["attention", "norms", "embeddings", "experts", "routers"]])
+def test_what_rests_has_no_gradient(only: list[str]) -> None:
+    moe = {"experts": 8, "top_k": 2, "shared_ffn": 96}
+    sizes = {"family": "llama", "num_layers": 4, "hidden_size": 32, "num_heads": 4, "vocab_size": 96, "moe": moe}
+    cfg = config(model=sizes | {"ffn_size": 48}, parallel={"experts": 2}, train={"steps": 1, "only": only})
+    experts, shared, routers = 4 * 3 * 32 * 48 * 4, 4 * 3 * 32 * 96, 4 * 8 * 32
+    held = rank_parameters(cfg, MethodFacts(), 0)
+    rest = held.total - experts - shared - routers
+    want = {1: experts + shared if only == ["mlp"] else routers, 5: rest + experts + routers}[len(only)]
+    assert trained_part(cfg, held, 4).total == want
+    assert trained_part(config(model=sizes), held, 4) == held
