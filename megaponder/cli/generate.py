@@ -13,6 +13,9 @@ from megaponder.errors import UserError, first_line
 
 SUMMARY = "continue a text with a checkpoint or an exported folder"
 
+JSON = (".jsonl", ".ndjson", ".json")
+"""Files of --batch whose lines are JSON objects."""
+
 EPILOG = """\
 examples
   megaponder generate runs/first "The history of"
@@ -24,8 +27,9 @@ examples
 
 Greedy by default (temperature 0): the same text every time.
 
---batch reads one prompt a line (or JSON lines with a field "prompt" or "text") and prints one JSON object a line, in
-the same order. Every step runs one pass of each of --rows texts, whichever pass that is.
+--batch reads one prompt a line, also an empty one, or from .jsonl JSON objects with a field "prompt" or "text". It
+prints one JSON object a line, in the same order, each as soon as it and those before it are done. Every step runs one
+pass of each of --rows texts, whichever pass that is.
 """
 
 
@@ -49,7 +53,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--batch", action=Batch, metavar="FILE", help="prompts from a file, batched by depth; prints JSON lines"
     )
-    parser.add_argument("--rows", type=int, default=32, metavar="N", help="texts at once with --batch (default 32)")
+    parser.add_argument("--rows", type=int, metavar="N", help="texts at once with --batch (default 32)")
     parser.add_argument(
         "--passes", type=int, metavar="N", help="passes of a token, at most (exactly, for methods of fixed depth)"
     )
@@ -101,6 +105,8 @@ def run(args: argparse.Namespace) -> int:
         if args.prompts:
             raise UserError(f"--batch {args.batch}: its prompts are the file's; leave out {args.prompts[0]!r}.")
         return _batch(args)
+    if args.rows is not None:
+        raise UserError(f"--rows {args.rows}: it belongs to --batch; prompts given as arguments all run at once.")
     prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompts]
     texts = generate(
         args.model,
@@ -135,11 +141,17 @@ def run(args: argparse.Namespace) -> int:
 
 def _batch(args: argparse.Namespace) -> int:
     """One JSON object a line: prompt, text, tokens, ended, and depths on request."""
-    from megaponder.inference.generate import generate
+    from megaponder.inference.generate import Generation, generate
 
     if args.no_cache or args.speculate is not None:
         raise UserError(f"--batch excludes {'--no-cache' if args.no_cache else '--speculate'}; leave one out.")
-    texts = generate(
+
+    def show(text: Generation) -> None:
+        row = {"prompt": text.prompt, "text": text.text, "tokens": text.tokens, "ended": text.ended}
+        told = row if text.depths is None else {**row, "depths": text.depths}
+        print(json.dumps(told, ensure_ascii=False), flush=True)
+
+    generate(
         args.model,
         _prompts(Path(args.batch)),
         max_new_tokens=args.max_tokens,
@@ -156,28 +168,31 @@ def _batch(args: argparse.Namespace) -> int:
         exit_by=args.exit_by,
         kv_budget=args.kv_budget,
         depths=args.depths,
-        rows=args.rows,
+        rows=32 if args.rows is None else args.rows,
+        on_text=show,
     )
-    for text in texts:
-        row = {"prompt": text.prompt, "text": text.text, "tokens": text.tokens, "ended": text.ended}
-        print(json.dumps(row if text.depths is None else {**row, "depths": text.depths}, ensure_ascii=False))
     return 0
 
 
 def _prompts(path: Path) -> list[str]:
     """The prompts of a file: a line each, or the field "prompt" or "text" of JSON lines."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8-sig")  # ends of lines become \n
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--batch {path}: it cannot be read ({first_line(error)}).") from None
-    if path.suffix != ".jsonl":
+    lines = text.removesuffix("\n").split("\n") if text else []  # splitlines also splits at characters of a text
+    if not lines:
+        raise UserError(f"--batch {path}: it is empty; write one prompt a line.")
+    if path.suffix.lower() not in JSON:
         return lines
     prompts = []
     for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
             prompts.append(row.get("prompt", row.get("text")))
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, RecursionError):
             prompts.append(None)
         if not isinstance(prompts[-1], str):
             raise UserError(f'{path}, line {number}: it must be a JSON object with a text "prompt" or "text".')

@@ -29,7 +29,10 @@ Checksums are compared: a damaged or unfinished checkpoint is named with the rea
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("inspect", help=SUMMARY, description=SUMMARY, epilog=EPILOG)
     add_plugin(parser)
-    parser.add_argument("paths", metavar="PATH", nargs="+", help="dataset prefix, run folder or checkpoint folder")
+    parser.add_argument(
+        "paths", metavar="PATH", nargs="+",
+        help="dataset prefix, run folder or checkpoint folder; with --html also an exported folder",
+    )  # fmt: skip
     parser.add_argument(
         "--audit", action="store_true",
         help="of one or more datasets: compare checksums, count documents that occur twice (also in two datasets), "
@@ -41,6 +44,10 @@ def add_parser(commands: Commands) -> None:
         "--html", metavar="FILE", help="with --depth: a page that shows each token's passes: NLL, gates, predictions"
     )
     parser.add_argument("--tokenizer", metavar="T", help="for --depth: tokenizer, if the checkpoint does not name one")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true",
+        help="with --html: run an exported folder's modelling code whatever its version",
+    )  # fmt: skip
     parser.add_argument("--tensors", action="store_true", help="list name, shape and type of every stored tensor")
 
 
@@ -52,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     path = Path(args.paths[0])
     if args.depth is not None:
         if args.html is not None:
-            return _page(path, args.depth, Path(args.html), args.tokenizer)
+            return _page(path, args.depth, Path(args.html), args.tokenizer, args.trust_remote_code)
         return _depth(path, args.depth, Path(args.figure), args.tokenizer)
     if args.html is not None:
         raise UserError(f"--html {args.html}: it needs a text; add --depth TEXT.")
@@ -77,12 +84,12 @@ def _nearby(path: Path) -> str:
     return f"{folder} has {', '.join(there[:8]) or 'nothing of that kind'}"
 
 
-def _page(path: Path, text: str, html: Path, tokenizer: str | None) -> int:
+def _page(path: Path, text: str, html: Path, tokenizer: str | None, trusted: bool) -> int:
     from megaponder.inference import depth_page
 
     if not html.parent.is_dir():
         raise UserError(f"--html {html}: there is no folder {html.parent}.")
-    seen = depth_page.look(path, text, tokenizer)
+    seen = depth_page.look(path, text, tokenizer, trusted)
     depth_page.write(seen, html)
     mean = sum(token.depth for token in seen.tokens) / len(seen.tokens)
     print(f"{html}: {len(seen.tokens)} tokens, mean depth {mean:.2f} of {seen.deepest}; open it in a browser.")

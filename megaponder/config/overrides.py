@@ -78,6 +78,10 @@ def _field(name: str, value: str) -> Field | None:
     fields = ", ".join(f"--{n}" for n in all_fields() if n.startswith(section + "."))
     if name in sections():
         raise ConfigError(f"--{name}", value, "this is a section, not a field", f"its fields are: {fields}")
+    whole, _, part = name.rpartition(".")
+    if whole in all_fields() and accepts(all_fields()[whole].type, dict):
+        example = f"write --{whole} '{{{part}: {value or 'VALUE'}}}', with all that it has to say"
+        raise ConfigError(f"--{name}", value, f"{whole} is given as a whole", example)
     close = meant(name, all_fields())
     fix = f"the fields of {section} are: {fields}" if fields else f"the sections are: {', '.join(sections())}"
     fix = f"did you mean --{close}" if close else fix

@@ -162,8 +162,8 @@ class PonderCache(DynamicCache):
         """Keep only these rows of a pass."""
         self.rows[index] = self.rows[index].at(rows)
         first = index * self.layers_a_pass
-        for i in range(first, first + self.layers_a_pass):
-            self.layers[i].change(lambda x: x[:, :, rows])
+        for entry in self.layers[first : first + self.layers_a_pass]:  # the last pass may lack its last layers
+            entry.change(lambda x: x[:, :, rows])
         if not len(self.rows[index].token):
             del self.rows[index]
             self.layers[first : first + self.layers_a_pass] = [Entry() for _ in range(self.layers_a_pass)]

@@ -15,7 +15,7 @@ Shapes: B rows (texts in work), P passes, T tokens of the longest text, n rows o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -237,12 +237,17 @@ class DepthBatch:
         self.lanes: dict[int, Tensor] = {}
         self._pass: dict[int, int] = {}  # the next pass of each row's token, where no token halts
 
-    @torch.no_grad()
     def run(self, prompts: Iterable[list[int]], max_new_tokens: int) -> list[Continuation]:
         """Continuations in the order of the prompts, each of at least one token."""
+        return list(self.stream(prompts, max_new_tokens))
+
+    @torch.no_grad()
+    def stream(self, prompts: Iterable[list[int]], max_new_tokens: int) -> Iterator[Continuation]:
+        """The same, each as soon as it and those before it have ended."""
         queue = deque(Request(i, list(p), len(p), len(p) + max_new_tokens) for i, p in enumerate(prompts))
         out: dict[int, Continuation] = {}
         work: dict[int, Request] = {}
+        told = 0
         for request in queue:
             if not 1 <= request.prompt < request.most <= self.tokens:
                 raise UserError(
@@ -259,7 +264,9 @@ class DepthBatch:
                 self._make_room(queue, work)
                 self._advance(sorted(work))
                 self._collect(work, out)
-        return [out[i] for i in sorted(out)]
+            while told in out:
+                yield out.pop(told)
+                told += 1
 
     def _admit(self, queue: deque[Request], work: dict[int, Request]) -> None:
         """Fill free rows from the queue."""

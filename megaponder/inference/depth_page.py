@@ -65,9 +65,10 @@ def look(source: str | Path, text: str, tokenizer: str | None = None, trust_remo
     UserError for an empty text, one longer than the model's longest sequence, or a method that has no passes.
     """
     loaded = load(source, tokenizer, None, trust_remote_code)
-    method = getattr(loaded.model, "ponder", None)
-    if not isinstance(method, Stepwise) or not method.separable:
-        name = method.name if method else loaded.model.config.model_type
+    own = getattr(loaded.model, "ponder", None)
+    method = own and own.stepwise()  # of the folder's own code where the model comes from one
+    if method is None or method.every or not method.separable:
+        name = own.name if own else loaded.model.config.model_type
         raise UserError(f"{source}: {name} has no passes that could be shown one by one.")
     ids = loaded.tokenizer.encode_batch([text])[0]
     if not 0 < len(ids) <= loaded.max_positions:

@@ -70,6 +70,7 @@ def generate(
     depths: bool = False,
     rows: int | None = None,
     speculate: int | None = None,
+    on_text: Callable[[Generation], None] | None = None,
 ) -> list[Generation]:
     """Continue `prompts` with a checkpoint, a run's newest checkpoint, or an export folder.
 
@@ -84,12 +85,13 @@ def generate(
     a core stops (docs/looped.md); kv_budget: passes whose keys and values a token keeps; depths: tell each token's.
     rows: batch by depth, with so many texts at once (`inference.batching`); the greedy text is the same, sampled text
     is not.  speculate: the same greedy text, with so many tokens a round drafted by their first pass.
+    on_text: with rows, takes each text as soon as it and those of all prompts before it have ended.
     Raises UserError for values out of range, a source without tokenizer, or text that exceeds the longest sequence.
     """
     require_transformers("megaponder generate")
     _check(prompts, max_new_tokens, temperature, top_k, top_p, seed)
     if speculate is not None:
-        _check_speculation(speculate, temperature, rows, depths)
+        _check_speculation(speculate, temperature, rows, depths, use_cache)
     loaded = load(source, tokenizer, device, trust_remote_code)
     chosen = dict(passes=passes, threshold=threshold, exit_below=exit_below, exit_by=exit_by, kv_budget=kv_budget)
     given = _given(loaded, {name: value for name, value in chosen.items() if value is not None})
@@ -100,7 +102,7 @@ def generate(
         if speculate is not None:
             return _speculated(loaded, prompts, words, max_new_tokens, speculate, given)
         options = {**given, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-        return _by_depth(loaded, prompts, words, max_new_tokens, rows, depths, options)
+        return _by_depth(loaded, prompts, words, max_new_tokens, rows, depths, on_text or (lambda text: None), options)
     ids, mask = _batch(loaded, prompts, max_new_tokens)
     sampling: dict[str, Any] = dict(do_sample=False)
     if temperature > 0:
@@ -151,7 +153,14 @@ def _given(loaded: Source, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _by_depth(
-    loaded: Source, prompts: list[str], words: list[list[int]], new: int, rows: int | None, depths: bool, options: Any
+    loaded: Source,
+    prompts: list[str],
+    words: list[list[int]],
+    new: int,
+    rows: int | None,
+    depths: bool,
+    on_text: Callable[[Generation], None],
+    options: Any,
 ) -> list[Generation]:
     from megaponder.inference.batching import DepthBatch
 
@@ -161,11 +170,11 @@ def _by_depth(
         raise UserError("a model of transformers itself has no passes to batch by; leave the batch out.")
     tokens = max(map(len, words)) + new
     batch = DepthBatch(loaded.model, rows=min(rows, len(words)), tokens=tokens, eos=loaded.eos_id, **options)
-    found = batch.run(words, new)
-    return [
-        _finish(loaded, prompt, x.tokens, x.depths if depths else None, len(ids))
-        for prompt, ids, x in zip(prompts, words, found, strict=True)
-    ]
+    texts = []
+    for prompt, ids, x in zip(prompts, words, batch.stream(words, new), strict=True):
+        texts.append(_finish(loaded, prompt, x.tokens, x.depths if depths else None, len(ids)))
+        on_text(texts[-1])
+    return texts
 
 
 def _speculated(
@@ -268,13 +277,14 @@ def _check(
         raise ConfigError("top_p", top_p, "it must be above 0 and at most 1", "use 1 to keep every token")
 
 
-def _check_speculation(drafted: int, temperature: float, rows: int | None, depths: bool) -> None:
+def _check_speculation(drafted: int, temperature: float, rows: int | None, depths: bool, use_cache: bool) -> None:
     if drafted < 1:
         raise ConfigError("speculate", drafted, "it must be at least 1", "use 4, or leave it out")
     for name, value, given, why in (
         ("temperature", temperature, temperature > 0, "it writes greedy text"),
         ("rows", rows, rows is not None, "it writes one text after the other"),
         ("depths", depths, depths, "it does not tell depths"),
+        ("use_cache", use_cache, not use_cache, "it needs the cache"),
     ):
         if given:
             raise ConfigError(name, value, f"speculate = {drafted} excludes it, since {why}", "leave one of them out")
@@ -293,14 +303,15 @@ def _ids(source: Source, prompts: list[str], max_new_tokens: int) -> list[list[i
             f"the tokenizer gives token id {largest}, but the model has {size} ids; use the model's own tokenizer."
         )
     longest = max(map(len, rows))
+    number = 1 + [len(row) for row in rows].index(longest)
+    which = f"prompt {number}, of {longest} tokens," if len(rows) > 1 else f"a prompt of {longest} tokens"
     if longest >= source.max_positions:
         raise UserError(
-            f"a prompt of {longest} tokens leaves no room in the model's longest sequence of {source.max_positions}; "
-            "shorten it."
+            f"{which} leaves no room in the model's longest sequence of {source.max_positions}; shorten it."
         )
     if longest + max_new_tokens > source.max_positions:
         raise UserError(
-            f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the model's longest sequence of "
+            f"{which} and {max_new_tokens} new ones exceed the model's longest sequence of "
             f"{source.max_positions}; request at most {source.max_positions - longest}."
         )
     return rows

@@ -45,15 +45,17 @@ def speculate(
     """
     form = model.ponder.using(given).stepwise()
     if form is None or form.every or not form.separable:
-        raise UserError(f"method {model.ponder.name} has no early passes that could draft.")
+        raise UserError(f"method {model.ponder.name} has no early passes that could draft; leave speculate out.")
     method = form.using(given)
     if method.kv_budget:
         raise UserError(
             f"kv_budget = {method.kv_budget}: drafts would read what deeper passes have replaced; set it to 0."
         )
+    if method.deepest() == 1:
+        raise UserError("a token has one pass, so no deeper one could verify drafts; leave speculate out.")
     if not 0 < by < method.deepest():
         rule = f"it must be at least 1 and less than the {method.deepest()} passes of a token"
-        raise ConfigError("by", by, rule, "use 1" if method.deepest() > 1 else "do not speculate")
+        raise ConfigError("by", by, rule, "use 1")
     if drafted < 1:
         raise ConfigError("drafted", drafted, "it must be at least 1", "use 4")
     return _Speculator(model, method, by).run(prompt, most, drafted, eos)

@@ -173,6 +173,7 @@ def test_bad_yaml_is_placed(tmp_path: Path, text: str, words: str) -> None:
     ("words", "expected"),
     [
         (["--model.numlayers", "3"], "did you mean --model.num_layers"),
+        (["--model.moe.experts", "4"], "model.moe is given as a whole; write --model.moe '{experts: 4}', with all"),
         (["--model.num_layers"], "it needs a value"),
         (["--model", "3"], "this is a section, not a field"),
         (["--precision.params", "fp32"], "the fields of precision are: --precision.dtype, --precision.fp8,"),

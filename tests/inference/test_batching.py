@@ -91,8 +91,11 @@ def test_passes_thresholds_and_ends() -> None:
         assert [(x.tokens, x.depths) for x in got] == [alone(net, p, **given) for p in prompts()]
     words, _ = alone(net, prompts()[0])
     end = words[5]
-    (got,) = DepthBatch(net, rows=3, tokens=40, eos=end).run(prompts()[:1], NEW)
-    assert got.tokens == words[: words.index(end) + 1]
+    batch = DepthBatch(net, rows=3, tokens=40, eos=end)
+    stream = batch.stream(prompts()[:4], NEW)
+    assert next(stream).tokens == words[: words.index(end) + 1]
+    before = batch.counts.steps
+    assert len(list(stream)) == 3 and batch.counts.steps > before, "the first was there before the last had run"
     with pytest.raises(UserError, match="a prompt of 12 tokens and 30 new ones exceed the longest text of 40"):
         DepthBatch(net, tokens=40).run(prompts(), 30)
 

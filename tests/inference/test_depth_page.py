@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megaponder.cli.main import main
+from megaponder.export.to_hf import export
 from megaponder.inference.depth import read_depths
 from megaponder.inference.depth_page import look, page
 from tests.export import checkpoints
@@ -47,6 +48,9 @@ def test_passes_of_fixed_depth(tmp_path: Path) -> None:
     run = make("ponderlm", tmp_path)
     seen = look(run, TEXT)
     assert {t.depth for t in seen.tokens} == {3} and all(p.gate is None for t in seen.tokens for p in t.passes)
+    export(run, tmp_path / "hf")
+    again = look(tmp_path / "hf", TEXT)
+    assert [t.depth for t in again.tokens] == [t.depth for t in seen.tokens], "by the code that the folder carries"
     shown = page(seen)
     assert "&lt;" in shown and "<brown>" not in shown and "<script" not in shown and "http" not in shown
 

@@ -205,7 +205,8 @@ def test_batches_by_depth_and_speculation_write_the_same_text(
     assert generate(ada, prompts, rows=3, depths=True, **greedy) == want
     plain = [(text.text, text.tokens) for text in want]
     assert [(t.text, t.tokens) for t in generate(ada, prompts, speculate=3, **greedy)] == plain
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
+    lines = "\n".join(json.dumps({"prompt": p}, ensure_ascii=False) + "\n" for p in prompts)  # with empty lines
+    (tmp_path / "in.jsonl").write_text("\ufeff" + lines, encoding="utf-8")
     (tmp_path / "in.txt").write_text("".join(p + "\n" for p in prompts))
     for name in ("in.jsonl", "in.txt"):
         command = [
@@ -225,6 +226,13 @@ def test_batches_by_depth_and_speculation_write_the_same_text(
         assert [(r["prompt"], r["text"], tuple(r["depths"])) for r in rows] == [
             (t.prompt, t.text, t.depths) for t in want
         ]
+    told: list[object] = []
+    assert generate(ada, prompts, rows=2, depths=True, on_text=told.append, **greedy) == told == want
+    odd = "a\u2028b\x0cc\x85d"  # no ends of lines
+    for name, line in (("odd.txt", odd), ("odd.JSONL", json.dumps({"text": odd}, ensure_ascii=False))):
+        (tmp_path / name).write_text(line + "\n", encoding="utf-8")
+        assert main(["generate", str(ada), "--batch", str(tmp_path / name), "--max-tokens", "1"]) == 0
+        assert [json.loads(s)["prompt"] for s in capsys.readouterr().out.removesuffix("\n").split("\n")] == [odd]
     capped = generate(ada, prompts, passes=1, depths=True, **greedy)
     assert all(set(text.depths or ()) == {1} for text in capped)
 
@@ -276,6 +284,12 @@ def test_cores_stop_and_keep_less(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--batch", "bad.jsonl"], 'bad.jsonl, line 2: it must be a JSON object with a text "prompt" or "text"'),
         (["--batch", "ok.txt", "--speculate", "2"], "--batch excludes --speculate; leave one out"),
         (["--batch", "ok.txt", "--rows", "0"], "rows = 0: it must be at least 1; use 32"),
+        (["--batch", "empty.txt"], "--batch empty.txt: it is empty; write one prompt a line"),
+        (["--batch", "deep.jsonl"], 'deep.jsonl, line 1: it must be a JSON object with a text "prompt" or "text"'),
+        (["--batch", "long.txt"], "prompt 2, of 99 tokens, leaves no room in the model's longest sequence of 64"),
+        (["x", "--rows", "8"], "--rows 8: it belongs to --batch"),
+        (["x", "--passes", "1", "--speculate", "2"], "a token has one pass, so no deeper one could verify drafts"),
+        (["x", "--no-cache", "--speculate", "2"], "use_cache = False: speculate = 2 excludes it, since it needs the"),
         (["x", "--passes", "9"], "passes = 9: it must be 1 to 4, the passes that the model was trained with"),
         (["x", "--kv-budget", "1"], "kv_budget = 1: method adaponderlm has no such option"),
         (
@@ -300,6 +314,8 @@ def test_mistakes_with_batches(
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n[1]\n')
-    (tmp_path / "ok.txt").write_text("a\n")
+    texts = {"ok.txt": "a\n", "empty.txt": "", "deep.jsonl": "[" * 99_999, "long.txt": f"a\n{'b' * 99}\nc"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
     assert main(["generate", str(ada), "--max-tokens", "4", *command]) == 2
     assert words in capsys.readouterr().err
