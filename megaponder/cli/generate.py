@@ -24,6 +24,7 @@ examples
   megaponder generate runs/first --batch prompts.jsonl --rows 32 --depths > texts.jsonl
   megaponder generate runs/first "The history of" --passes 2
   megaponder generate runs/first "The history of" --speculate 4
+  megaponder generate runs/sft "Name three rivers." --chat
 
 Greedy by default (temperature 0): the same text every time.
 
@@ -80,6 +81,10 @@ def add_parser(commands: Commands) -> None:
         help="draft N tokens a round by their first pass, which the later ones verify: the greedy text is the same as "
         "without, at the depth that --passes and --threshold say",
     )  # fmt: skip
+    parser.add_argument(
+        "--chat", action="store_true",
+        help="the prompt is a user's message, or a list of messages as JSON; prints the answer alone",
+    )  # fmt: skip
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="new tokens (default 64)")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default)")
     parser.add_argument(
@@ -127,11 +132,12 @@ def run(args: argparse.Namespace) -> int:
         kv_budget=args.kv_budget,
         depths=args.depths,
         speculate=args.speculate,
+        chat=args.chat,
     )
     for i, text in enumerate(texts):
         if i:
             print("---")
-        print(text.prompt + text.text)
+        print(text.text if args.chat else text.prompt + text.text)
         if text.depths:
             print(f"depths: {' '.join(map(str, text.depths))} (mean {sum(text.depths) / len(text.depths):.2f})")
         if text.rounds:
@@ -170,6 +176,7 @@ def _batch(args: argparse.Namespace) -> int:
         depths=args.depths,
         rows=32 if args.rows is None else args.rows,
         on_text=show,
+        chat=args.chat,
     )
     return 0
 

@@ -119,7 +119,7 @@ def _depth(path: Path, text: str, figure: Path, tokenizer: str | None) -> int:
 
 
 def _dataset(prefix: Path) -> int:
-    from megaponder.data.info import inspect_dataset, spellings
+    from megaponder.data.info import inspect_dataset, learnt, spellings
 
     info = inspect_dataset(prefix)
     print(f"dataset {info.prefix}")
@@ -140,6 +140,8 @@ def _dataset(prefix: Path) -> int:
             "  prepared by an earlier version: special tokens spelled out in texts became tokens (--audit counts EOD)"
         )
     print(f"  {meta.text_bytes / 1e6:,.1f} MB of text from {len(meta.sources)} files")
+    if meta.conversations is not None:
+        print(f"  {learnt(meta)}; most end with id {meta.conversations.end_id}")
     for reason, count in meta.skipped.items():
         print(f"  skipped {count:,} documents: {reason}")
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megaponder.cli.parser import Commands
-from megaponder.data.info import spellings
+from megaponder.data.info import learnt, spellings
 
 SUMMARY = "turn text into an indexed dataset"
 
@@ -13,14 +13,18 @@ EPILOG = """\
 examples
   megaponder prepare pile/*.jsonl.zst --tokenizer neox/tokenizer.json --output data/pile
   megaponder prepare notes/ --tokenizer bytes --txt-split blank --output data/notes
+  megaponder prepare alpaca.json chats.jsonl --template chatml --tokenizer qwen/ --output data/sft
   megaponder prepare c4.jsonl.gz --field content --on-error skip --tokenizer llama/ --output data/c4
 
 It writes data/pile.bin and data/pile.idx, which megatron-core and related tools read, and data/pile.json, which holds
 tokenizer, vocabulary size, EOD id, counts and source files.  The bytes do not depend on --workers.
 
-documents    .jsonl: the text field of each line.  .parquet: the text column of each row.  .txt: see --txt-split.
-             Files may be compressed as .gz or .zst.  A folder stands for all such files below it, in order of their
-             paths.  A document without any token is skipped and counted.
+documents    .jsonl: the text field of each line.  .json: of each item of a list.  .parquet: the text column of each
+             row.  .txt: see --txt-split.  Files may be compressed as .gz or .zst.  A folder stands for all such files
+             below it except .json, in order of their paths.  A document without any token is skipped and counted.
+chats        With --template a line or item is a conversation: {"messages": [{"role", "content"}]}, {"conversations":
+             [{"from", "value"}]} or {"instruction", "input", "output"}.  data/sft.mask then marks the tokens that
+             are learnt: those of the assistant, with the token that ends each answer (docs/sft.md).
 end          Every document ends with one EOD: the token named by --eod, otherwise the tokenizer's own end-of-sequence
              token, otherwise the first of <|endoftext|>, </s> and the like.  If a text spells it out, it stays text;
              with --special-spellings token it becomes the token, and a text that ends with it gets no second one.
@@ -45,7 +49,15 @@ def add_parser(commands: Commands) -> None:
         help="a special token such as <|endoftext|> that is spelled out in a text is encoded as text "
         "(text, the default), or becomes the token (token), which may split a document",
     )  # fmt: skip
-    parser.add_argument("--field", default="text", help="field or column with the text (default: text)")
+    parser.add_argument(
+        "--field",
+        default="text",
+        help="field or column with the text (default: text), or of conversations with the messages",
+    )
+    parser.add_argument(
+        "--template", metavar="T",
+        help="the inputs are conversations: alpaca, chatml, tokenizer (its folder's chat template), or a Jinja file",
+    )  # fmt: skip
     parser.add_argument(
         "--txt-split", default="file", metavar="RULE",
         help="a document of a .txt file is the whole file (file, the default), each line (line), the parts between "
@@ -84,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"skipped {count:,} documents: {reason}")
     if meta.spelled:
         print(spellings(meta))
+    if meta.conversations is not None:
+        print(learnt(meta))
     for example in done.examples:
         print(f"  {example}")
     return 0

@@ -31,12 +31,17 @@ def sequences_after(train: TrainConfig, steps: int, consumed: int = 0) -> int:
 
 def steps_for_tokens(cfg: RunConfig, tokens: int, consumed: int = 0) -> int:
     """Smallest number of steps that trains on at least `tokens` tokens, after `consumed` sequences."""
-    wanted = consumed - (-tokens // cfg.data.sequence_length)
+    return steps_for_sequences(cfg.train, -(-tokens // cfg.data.sequence_length), consumed)
+
+
+def steps_for_sequences(train: TrainConfig, sequences: int, consumed: int = 0) -> int:
+    """Smallest number of steps that trains on at least `sequences` more sequences, after `consumed`."""
+    wanted = consumed + sequences
     steps = 0
-    while consumed < wanted and batch_at(cfg.train, consumed) < cfg.train.global_batch:
-        consumed += batch_at(cfg.train, consumed)
+    while consumed < wanted and batch_at(train, consumed) < train.global_batch:
+        consumed += batch_at(train, consumed)
         steps += 1
-    return steps + max(0, -(-(wanted - consumed) // cfg.train.global_batch))
+    return steps + max(0, -(-(wanted - consumed) // train.global_batch))
 
 
 def last_step(cfg: RunConfig, step: int, consumed: int, tokens: int) -> int:

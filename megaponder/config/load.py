@@ -38,7 +38,7 @@ from megaponder.config.overrides import parse_overrides
 from megaponder.config.schema import RunConfig
 from megaponder.errors import ConfigError
 
-_EXCLUSIVE = {"train.steps": "train.tokens", "train.tokens": "train.steps"}
+_BUDGETS = ("train.steps", "train.tokens", "train.epochs")
 _SHAPE = ("num_layers", "hidden_size", "num_heads")
 
 
@@ -46,7 +46,7 @@ def load_config(path: str | os.PathLike[str] | None, overrides: list[str] | None
     """The configuration from a file (or the defaults) with command-line overrides applied.
 
     `overrides` are words such as ["--train.steps", "10", "--ponder.options.steps=3"].  A budget on the command line
-    replaces the file's: `--train.steps 10` drops its train.tokens.  ConfigError for the first mistake.
+    replaces the file's: `--train.steps 10` drops its train.tokens and train.epochs.  ConfigError for the first mistake.
     """
     data = yaml_file.read(path) if path is not None else {}
     if data is None:
@@ -57,9 +57,9 @@ def load_config(path: str | os.PathLike[str] | None, overrides: list[str] | None
     changes = parse_overrides(overrides or [])
     _refuse_hidden_preset(data, changes)
     for name, value in changes.items():
-        other = _EXCLUSIVE.get(name)
-        if other is not None and value is not None and other not in changes:
-            _put(data, other, None)
+        for other in _BUDGETS if name in _BUDGETS and value is not None else ():
+            if other not in changes:
+                _put(data, other, None)
         _put(data, name, value)
     return from_mapping(data)
 

@@ -32,6 +32,8 @@ def resolve(cfg: RunConfig) -> RunConfig:
         cfg.data.cache = f"{cfg.run.rstrip('/')}/cache"
     if cfg.faults.hang_minutes is None:
         cfg.faults.hang_minutes = cfg.parallel.timeout_minutes / 2
+    if cfg.data.loss_mask == "answers":
+        cfg.data.document_attention = True  # conversations have nothing to do with each other
     _fill_budget(cfg)
     return cfg
 

@@ -45,9 +45,11 @@ class DataConfig:
     """Parts of each dataset's documents for training, validation and test; used when `valid` is empty."""
     sequence_length: int = declare(2048, ge=1, unit="tokens", resume="warned", aliases=("seq_length", "seq_len"))
     """Tokens in a sample."""
-    loss_mask: Literal["plain", "ignore_eod_target", "megatron_eod"] = declare("ignore_eod_target", resume="warned")
+    loss_mask: Literal["plain", "ignore_eod_target", "megatron_eod", "answers"] = declare(
+        "ignore_eod_target", resume="warned"
+    )
     """Targets in the loss: all; all except EOD (the papers' rule); all except those whose input is EOD (Megatron's
-    rule)."""
+    rule); the assistant's in conversations, each of which attends to itself alone (docs/sft.md)."""
     document_attention: bool = declare(
         False, resume="warned", aliases=("reset_attention_mask", "reset_position_ids", "document_mask")
     )
@@ -209,9 +211,11 @@ class TrainConfig:
     """What runs forward, backward and optimizer: megatron-core, or DeepSpeed (extra megaponder[deepspeed]), which
     shards gradients and weights too, but has data parallelism alone; docs/deepspeed.md."""
     steps: int | None = declare(None, ge=1, resume="warned", aliases=("max_steps", "train_iters"))
-    """Optimizer steps; set this or tokens."""
+    """Optimizer steps; set this, tokens or epochs."""
     tokens: int | None = declare(None, ge=1, le=10**15, resume="warned")
     """Token budget; rounded up to full steps."""
+    epochs: int | None = declare(None, ge=1, le=10**6, resume="warned", aliases=("num_train_epochs", "num_epochs"))
+    """Budget in passes over all datasets of data.train; rounded up to full steps."""
     global_batch: int = declare(
         256, ge=1, unit="sequences", resume="warned", aliases=("batch_size", "global_batch_size", "gbs")
     )

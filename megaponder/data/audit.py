@@ -148,7 +148,8 @@ def _compare(index: Index, meta: DatasetMeta | None, crc: int, max_id: int) -> N
     if meta is None:
         return
     wanted = meta.checksums
-    for suffix, here in ((".bin", crc), (".idx", files.checksum(index.path(".idx")) if wanted else 0)):
+    found = {".bin": crc} | {s: files.checksum(index.path(s)) for s in (".idx", ".mask") if s in wanted}
+    for suffix, here in found.items():
         if wanted and wanted.get(suffix) != here:
             raise UserError(
                 f"{index.prefix}{suffix}: changed after it was written (its CRC-32 differs); copy or prepare it again."

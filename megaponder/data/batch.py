@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from megaponder.errors import ConfigError
 
-LOSS_MASKS = ("plain", "ignore_eod_target", "megatron_eod")
+LOSS_MASKS = ("plain", "ignore_eod_target", "megatron_eod", "answers")
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ def loss_mask(name: str, ids: np.ndarray, labels: np.ndarray, eod_id: int | None
 
     plain: every target counts.  ignore_eod_target: all except targets that are EOD (the papers' rule).
     megatron_eod: all except targets whose input is EOD, that is, the first token of each document (Megatron's rule).
+    answers: of a text, as ignore_eod_target; conversations say themselves which of their targets count.
     """
     if name == "plain":
         return np.ones(labels.shape, np.float32)
@@ -60,7 +63,7 @@ def loss_mask(name: str, ids: np.ndarray, labels: np.ndarray, eod_id: int | None
         raise ConfigError("data.loss_mask", name, f"must be one of {', '.join(LOSS_MASKS)}", "try ignore_eod_target")
     if eod_id is None:
         raise ConfigError("data.eod_id", None, f"loss_mask {name} requires the end-of-document id", "set data.eod_id")
-    return ((labels if name == "ignore_eod_target" else ids) != eod_id).astype(np.float32)
+    return ((ids if name == "megatron_eod" else labels) != eod_id).astype(np.float32)
 
 
 def document_starts(ids: np.ndarray, eod_id: int) -> np.ndarray:
@@ -81,14 +84,40 @@ def document_edges(starts: np.ndarray) -> np.ndarray:
     return np.pad(first, (0, room + 1 - len(first)), constant_values=starts.size).astype(np.int32)
 
 
-def make_micro_batch(text: np.ndarray, mask: str, eod_id: int | None, document_attention: bool = False) -> MicroBatch:
-    """Micro-batch of `text`, int64 [b, n + 1]."""
+def make_micro_batch(
+    text: np.ndarray,
+    mask: str,
+    eod_id: int | None,
+    document_attention: bool = False,
+    conversations: Mapping[int, Mapping[str, np.ndarray]] = MappingProxyType({}),
+) -> MicroBatch:
+    """Micro-batch of `text`, int64 [b, n + 1].
+
+    `conversations`: of rows that hold conversations, the targets that count and where each token's begins
+    (`packing.joined`); one of them attends to itself alone.
+    """
     ids, labels = text[:, :-1], text[:, 1:]
-    parts = [np.ascontiguousarray(ids), np.ascontiguousarray(labels), loss_mask(mask, ids, labels, eod_id)]
-    if document_attention:
-        if eod_id is None:
-            rule = "documents are told apart by the end-of-document id, which is not known"
-            raise ConfigError("data.document_attention", True, rule, "set data.eod_id, or use false")
-        starts = document_starts(ids, eod_id)
+    texts = len(conversations) < len(text)
+    counted = loss_mask(mask if texts else "plain", ids, labels, eod_id)
+    for row, item in conversations.items():
+        counted[row] = item["targets"]
+    parts = [np.ascontiguousarray(ids), np.ascontiguousarray(labels), counted]
+    if document_attention or conversations:
+        starts = np.zeros(ids.shape, np.int64)
+        if document_attention and texts:
+            if eod_id is None:
+                rule = "documents are told apart by the end-of-document id, which is not known"
+                raise ConfigError("data.document_attention", True, rule, "set data.eod_id, or use false")
+            starts = document_starts(ids, eod_id)
+        for row, item in conversations.items():
+            starts[row] = item["starts"]
         parts += [starts, document_edges(starts)]
     return MicroBatch(*map(torch.from_numpy, parts))
+
+
+def batch_of(
+    items: Sequence[Mapping[str, np.ndarray]], mask: str, eod_id: int | None, document_attention: bool
+) -> MicroBatch:
+    """Micro-batch of the items of datasets: each has a "text", int64 [n + 1]; see `make_micro_batch`."""
+    own = {row: item for row, item in enumerate(items) if "targets" in item}
+    return make_micro_batch(np.stack([item["text"] for item in items]), mask, eod_id, document_attention, own)

@@ -9,12 +9,18 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
+import numpy as np
+
+from megaponder.config.budget import steps_for_sequences
 from megaponder.config.schema import DataConfig, RunConfig
 from megaponder.data.blend import Source, parse_blend, split_ranges, valid_sources
+from megaponder.data.chat import of_datasets
 from megaponder.data.document_length import document_tokens
 from megaponder.data.identity import Identity, identify_all, refuse_unwritten
 from megaponder.data.indexed import Index, read_index
 from megaponder.data.info import DatasetMeta, read_meta
+from megaponder.data.packing import sequences_in
+from megaponder.data.shuffled import samples_in
 from megaponder.errors import ConfigError, UserError
 
 
@@ -30,6 +36,8 @@ class SourceFacts:
     """Sequences of the dataset that this blend may use."""
     tokens: int
     """Their tokens: one epoch."""
+    conversations: bool
+    """They are conversations, not texts."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,8 @@ class DataFacts:
     """None when no dataset has a description."""
     document_tokens: float | None = None
     """data.document_tokens, or the datasets' if that is not set; None without data.document_attention."""
+    steps: int | None = None
+    """Those of train.epochs; None if that is not set."""
 
     @property
     def train_tokens(self) -> int:
@@ -170,7 +180,8 @@ def _facts(sources: list[Source], opened: dict[str, Opened], split: str | None, 
                 if split is not None
                 else f"{source.path}: all documents are empty; prepare the dataset again."
             )
-        facts.append(SourceFacts(source.path, weight / sum(weights), end - begin, tokens))
+        talks = index.mask is not None
+        facts.append(SourceFacts(source.path, weight / sum(weights), end - begin, tokens, talks))
     return facts
 
 
@@ -188,6 +199,44 @@ def _check_tokenizer(path: str | None, meta: DatasetMeta | None) -> None:
             f"{found[:12]})",
             f"use {meta.tokenizer}, or prepare the datasets again",
         )
+
+
+def _check_conversations(
+    data: DataConfig, train: list[SourceFacts], valid: list[SourceFacts], opened: dict[str, Opened]
+) -> None:
+    """ConfigError if prompts would be learnt unasked, or if answers are asked for where there are none."""
+    own = [source.path for source in train if source.conversations]
+    if data.loss_mask == "answers" and not own:
+        rule = "none of the datasets of data.train holds conversations"
+        fix = "prepare them with `megaponder prepare --template`, or use ignore_eod_target"
+        raise ConfigError("data.loss_mask", "answers", rule, fix)
+    of_datasets((path, opened[path].meta) for path in own)  # they must share a template
+    found = own + [source.path for source in valid if source.conversations]
+    if data.loss_mask not in ("answers", "plain") and found:
+        where = "answers" if own else "data.valid without it (megaponder eval --data reads it)"
+        rule = f"{found[0]} holds conversations, of which only the answers are learnt"
+        raise ConfigError("data.loss_mask", data.loss_mask, rule, f"use {where}")
+
+
+def _steps_of_epochs(cfg: RunConfig, train: list[SourceFacts], opened: dict[str, Opened]) -> int | None:
+    """Steps of train.epochs: the sequences of so many epochs of every source.  ConfigError if train.steps disagrees."""
+    train_config, length, seed = cfg.train, cfg.data.sequence_length, cfg.data.shuffle_seed
+    if train_config.epochs is None or train_config.global_batch < 1 or length < 1:  # the rules report the others
+        return None
+    sequences = 0
+    for source in train:
+        if source.conversations and cfg.data.loss_mask == "answers":
+            numbers = np.arange(source.documents, dtype=np.int32)  # a split's training part comes first
+            lengths = opened[source.path].index.lengths[: source.documents]
+            seed = train_config.seed if seed is None else seed
+            sequences += sequences_in(lengths, numbers, length + 1, seed, train_config.epochs)
+        else:
+            sequences += samples_in(train_config.epochs, source.tokens, length)
+    steps = max(1, steps_for_sequences(train_config, sequences))
+    if train_config.steps not in (None, steps):
+        rule = f"train.epochs = {train_config.epochs} is {steps} steps, and only one of the two may set the budget"
+        raise ConfigError("train.steps", train_config.steps, rule, "set the other one to null")
+    return steps
 
 
 def check_data(cfg: RunConfig, opened: dict[str, Opened] | None = None) -> DataFacts:
@@ -210,17 +259,22 @@ def check_data(cfg: RunConfig, opened: dict[str, Opened] | None = None) -> DataF
     read = (valid or {"": train}) if evaluates else {}
     sets = {name: _facts(sources, opened, split, 1) for name, sources in read.items()}
     train_facts = _facts(train, opened, split, 0)
+    _check_conversations(cfg.data, train_facts, [one for blend in sets.values() for one in blend], opened)
     tokens = cfg.data.document_tokens
     if cfg.data.document_attention and tokens is None:
         length = cfg.data.sequence_length
         tokens = sum(s.weight * document_tokens(opened[s.path].index, length) for s in train_facts)
-    return DataFacts(train_facts, sets, vocab_size, eod_id, meta.tokenizer_fingerprint if meta else None, tokens)
+    steps = _steps_of_epochs(cfg, train_facts, opened)
+    fingerprint = meta.tokenizer_fingerprint if meta else None
+    return DataFacts(train_facts, sets, vocab_size, eod_id, fingerprint, tokens, steps)
 
 
 def fill_from_data(cfg: RunConfig, facts: DataFacts) -> RunConfig:
-    """Copy of `cfg` with model.vocab_size, data.eod_id and data.document_tokens filled from the datasets."""
+    """Copy of `cfg` with model.vocab_size, data.eod_id, data.document_tokens and the steps of train.epochs filled from
+    the datasets."""
     return replace(
         cfg,
         model=replace(cfg.model, vocab_size=facts.vocab_size),
         data=replace(cfg.data, eod_id=facts.eod_id, document_tokens=facts.document_tokens),
+        train=cfg.train if facts.steps is None else replace(cfg.train, steps=facts.steps),
     )

@@ -1,6 +1,7 @@
 """From a chunk of raw input to documents, with the policy for documents that cannot be read.
 
-A document is one line of .jsonl (its text field), one row of .parquet, or part of a .txt file as set by `TxtRule`.
+A document is one line of .jsonl or one item of a .json list (its text field, or the whole as a record), one row of
+.parquet, or part of a .txt file as set by `TxtRule`.
 """
 
 from __future__ import annotations
@@ -8,10 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import orjson
 
-REASONS = ("empty", "invalid_utf8", "invalid_json", "bad_field")
+REASONS = (
+    "empty", "invalid_utf8", "invalid_json", "bad_field", "no_answer", "unknown_role", "template", "special_token",
+)  # fmt: skip
 """Why a document may be skipped."""
 
 
@@ -26,7 +30,7 @@ class Chunk:
     data: bytes = b""
     """Raw lines (all formats but parquet)."""
     rows: tuple[bytes | None, ...] | None = None
-    """Text column of parquet rows."""
+    """Text column of parquet rows, or items of a .json list, each as JSON."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +73,9 @@ def _utf8_problem(data: bytes, line: int) -> Problem | None:
     return None
 
 
-def _json_text(line: bytes, number: int, field: str) -> str | Problem:
-    try:
-        record = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        return _utf8_problem(line, number) or Problem(number, "invalid_json", f"not valid JSON ({error})")
+def _json_text(record: Any, number: int, field: str) -> str | Problem:
+    if isinstance(record, Problem):
+        return record
     if not isinstance(record, dict):
         return Problem(number, "bad_field", f"the line is {_kind(record)}, not an object with a text field")
     text = record.get(field)
@@ -98,10 +100,17 @@ def _kind(value: object) -> str:
     return kinds.get(type(value), "null")
 
 
-def _jsonl(chunk: Chunk, field: str) -> Iterator[tuple[int, str | Problem]]:
-    for number, line in enumerate(chunk.data.split(b"\n"), chunk.first):
-        if line.strip():  # a blank line is not a document
-            yield number, _json_text(line, number, field)
+def records(chunk: Chunk) -> Iterator[tuple[int, Any]]:
+    """(line, what its JSON says or Problem) of each line of .jsonl, or item of a .json list, in `chunk`."""
+    lines = chunk.data.split(b"\n") if chunk.rows is None else chunk.rows
+    for number, line in enumerate(lines, chunk.first):
+        if line is None or not line.strip():  # a blank line is not a document
+            continue
+        try:
+            yield number, orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            problem = _utf8_problem(line, number)
+            yield number, problem or Problem(number, "invalid_json", f"not valid JSON ({error})")
 
 
 def _decoded(data: bytes, line: int) -> str | Problem:
@@ -125,7 +134,7 @@ def _parquet(chunk: Chunk) -> Iterator[tuple[int, str | Problem]]:
 
 
 def documents(chunk: Chunk, kind: str, field: str, rule: TxtRule) -> Iterator[tuple[int, str | Problem]]:
-    """(line, text or Problem) of each document of `chunk`; kind: jsonl, txt or parquet."""
-    if kind == "jsonl":
-        return _jsonl(chunk, field)
+    """(line, text or Problem) of each document of `chunk`; kind: jsonl, json, txt or parquet."""
+    if kind in ("jsonl", "json"):
+        return ((number, _json_text(record, number, field)) for number, record in records(chunk))
     return _txt(chunk, rule) if kind == "txt" else _parquet(chunk)

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections import Counter, deque
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -16,9 +16,15 @@ from multiprocessing.connection import wait
 import numpy as np
 
 from megaponder.data.documents import Chunk, Problem, TxtRule, documents
+from megaponder.data.encoded import Encoded
 from megaponder.data.readers import Read
+from megaponder.data.samples import SampleEncoder
+from megaponder.data.template import Template
 from megaponder.data.tokenizer import load_tokenizer
 from megaponder.errors import UserError
+
+TEXT_FIELD = "text"
+"""The field of a record that is read if none is named; of conversations, those that `conversations` knows."""
 
 
 @dataclass(frozen=True)
@@ -35,24 +41,8 @@ class EncodeOptions:
     rule: TxtRule
     kinds: tuple[str, ...]
     """Form of each input file."""
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Documents of one chunk, ready to be written."""
-
-    ids: bytes
-    """Token ids of all documents, in the dataset's number type."""
-    lengths: bytes
-    """int32 tokens of each document."""
-    text_bytes: int
-    max_id: int
-    empty: int
-    """Documents without any token."""
-    problems: tuple[Problem, ...]
-    """Documents that could not be read."""
-    spelled: dict[str, int]
-    """How often each special token is spelled out in the texts."""
+    template: Template | None = None
+    """Of conversations; None: the inputs are texts."""
 
 
 class Encoder:
@@ -105,7 +95,15 @@ def _end_documents(flat: np.ndarray, lengths: np.ndarray, eod: int) -> tuple[np.
     return np.insert(flat.astype(np.int32), ends[lacking], eod), lengths + lacking.astype(np.int32)
 
 
-_encoder: Encoder | None = None  # of a worker process
+def _make(options: EncodeOptions) -> Callable[[Chunk], Encoded]:
+    if options.template is None:
+        return Encoder(options)
+    tokenizer = load_tokenizer(options.tokenizer, options.eod)
+    field = None if options.field == TEXT_FIELD else options.field
+    return SampleEncoder(tokenizer, options.template, options.dtype, field, not options.specials_as_text)
+
+
+_encoder: Callable[[Chunk], Encoded] | None = None  # of a worker process
 
 
 def _start_worker(options: EncodeOptions) -> None:
@@ -120,7 +118,7 @@ def _start_worker(options: EncodeOptions) -> None:
 
     threading.Thread(target=leave_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _encoder = Encoder(options)
+    _encoder = _make(options)
 
 
 def _encode(chunk: Chunk) -> Encoded:
@@ -136,7 +134,7 @@ def encode_all(
     At most four chunks per worker are in memory.  Raises UserError when a worker process dies.
     """
     if workers == 1:
-        encoder = Encoder(options)
+        encoder = _make(options)
         for read in reads:
             yield read, encoder(read.chunk)
         return

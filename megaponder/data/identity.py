@@ -24,7 +24,7 @@ Stored = dict[str, str | int | None]
 """An `Identity` as plain data."""
 _WORDS = {
     "bin_bytes": "size of .bin", "idx_bytes": "size of .idx", "idx_crc": "CRC-32 of .idx",
-    "samples": "hash of sampled tokens", "tokenizer": "tokenizer",
+    "samples": "hash of sampled tokens", "tokenizer": "tokenizer", "mask_crc": "CRC-32 of .mask",
 }  # fmt: skip
 
 
@@ -39,6 +39,8 @@ class Identity:
     """Hash of the windows."""
     tokenizer: str | None
     """Its fingerprint; None if the dataset has no description."""
+    mask_crc: int | None = None
+    """Of the marks of what is learnt; None if the dataset has none."""
 
     def stored(self) -> Stored:
         """As plain data, for JSON."""
@@ -64,7 +66,8 @@ def identify(index: Index, meta: DatasetMeta | None) -> Identity:
         digest.update(index.ids.file.read(at, min(WINDOW, index.bin_bytes - at)))
     idx = index.lengths.file
     tokenizer = meta.tokenizer_fingerprint if meta else None
-    return Identity(index.bin_bytes, idx.size, _crc(idx), digest.hexdigest(), tokenizer)
+    mask = None if index.mask is None else _crc(index.mask.file)
+    return Identity(index.bin_bytes, idx.size, _crc(idx), digest.hexdigest(), tokenizer, mask)
 
 
 def identify_all(opened: dict[str, tuple[Index, DatasetMeta | None]]) -> dict[str, Identity]:

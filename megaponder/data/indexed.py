@@ -4,6 +4,8 @@
     .idx  magic(9) version(u64) dtype code(u8) sequences S(u64) document edges D(u64)
           lengths int32[S], byte offsets int64[S], document edges int64[D] (0 ... S), optionally modes int8[S]
 
+Conversations have a third file, .mask: a byte for each token, 1 if it is learnt.
+
 This module checks and writes the pair, without torch; training reads it with `TokenReader`.
 """
 
@@ -49,6 +51,8 @@ class Index:
     """int64 [D]: the first sequence of each document, and S (a document of other tools may hold several sequences)."""
     ids: CheckedArray
     """[tokens]: the contents of the .bin file."""
+    mask: CheckedArray | None = None
+    """int8 [tokens], of conversations: 1 for a token that is learnt, else 0."""
 
     @property
     def tokens(self) -> int:
@@ -187,9 +191,18 @@ def read_index(prefix: str | os.PathLike[str]) -> Index:
         raise _damaged(bin_, f"truncated ({bin_bytes} bytes, its index requires {end})")
     document_edges = CheckedArray(index_file, np.int64, HEADER.size + 12 * sequences, (edges,))
     ids = CheckedArray(token_file, dtype, 0, (max(0, end) // dtype.itemsize,))
-    index = Index(prefix, dtype, lengths, offsets, document_edges, ids)
+    index = Index(prefix, dtype, lengths, offsets, document_edges, ids, _mask(prefix, len(ids)))
     _check_entries(index)
     return index
+
+
+def _mask(prefix: str, tokens: int) -> CheckedArray | None:
+    if not _is_there(prefix + ".mask"):
+        return None
+    file = CheckedFile(prefix + ".mask")
+    if file.size != tokens:
+        raise _damaged(file.path, f"it marks {file.size:,} tokens of a dataset of {tokens:,}")
+    return CheckedArray(file, np.int8, 0, (tokens,))
 
 
 def _blocks(count: int, most: int) -> Iterator[slice]:

@@ -33,6 +33,26 @@ class SourceFile:
 
 
 @dataclass(frozen=True)
+class Conversations:
+    """What a dataset of conversations says more; its `.mask` marks the tokens that are learnt."""
+
+    template: str
+    """Name of the chat template: alpaca, chatml, tokenizer, or a file."""
+    template_text: str
+    """The template itself."""
+    bos: str
+    """What it writes for bos_token."""
+    eos: str
+    """What it writes for eos_token."""
+    answers: int
+    """Messages of the assistant."""
+    targets: int
+    """Tokens that are learnt: those of answers, with the tokens that end them."""
+    end_id: int
+    """The token that ends most answers."""
+
+
+@dataclass(frozen=True)
 class DatasetMeta:
     """Contents of `<prefix>.json`."""
 
@@ -68,13 +88,18 @@ class DatasetMeta:
     spelled: dict[str, int] = field(default_factory=dict)
     """How often each of them is spelled out in the texts."""
     checksums: dict[str, int] = field(default_factory=dict)
-    """CRC-32 of the .bin and of the .idx file, by suffix; empty if an earlier version wrote the description."""
+    """CRC-32 of the .bin, .idx and .mask files, by suffix; empty if an earlier version wrote the description."""
+    conversations: Conversations | None = None
+    """Of a dataset of conversations; None: its documents are texts."""
     format: Literal["megaponder-dataset-1"] = "megaponder-dataset-1"
     """Version of this file."""
 
     def dump(self) -> bytes:
         """Readable JSON, the same bytes for the same dataset."""
-        return orjson.dumps(asdict(self), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+        values = asdict(self)
+        if self.conversations is None:
+            del values["conversations"]
+        return orjson.dumps(values, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
 
 def spellings(meta: DatasetMeta) -> str:
@@ -82,6 +107,14 @@ def spellings(meta: DatasetMeta) -> str:
     found = ", ".join(f"{token} {count:,}" for token, count in meta.spelled.items())
     became = "encoded as text" if meta.special_spellings == "text" else "which became the tokens"
     return f"special tokens spelled out in texts: {found}; {became}"
+
+
+def learnt(meta: DatasetMeta) -> str:
+    """A line about what is learnt of a dataset of conversations."""
+    told = meta.conversations
+    assert told is not None
+    share = f"{told.targets:,} of {meta.tokens:,} tokens ({told.targets / meta.tokens:.1%})"
+    return f"conversations by template {told.template}: {told.answers:,} answers, of which {share} are learnt"
 
 
 _ADAPTER = pydantic.TypeAdapter(DatasetMeta)
@@ -139,6 +172,10 @@ def read_meta(index: Index) -> DatasetMeta | None:
             f"{path}: describes {meta.documents} documents with {meta.tokens} {meta.dtype} tokens, but .bin/.idx hold "
             f"{here[0]} with {here[1]} {here[2]} in {index.bin_bytes} bytes; the files belong to different datasets."
         )
+    if (meta.conversations is None) != (index.mask is None):
+        there = "there is no such file, and" if index.mask is None else "this file belongs to another dataset:"
+        holds = "texts" if meta.conversations is None else "conversations"
+        raise UserError(f"{index.prefix}.mask: {there} {path} says that the dataset holds {holds}; prepare it again.")
     return meta
 
 

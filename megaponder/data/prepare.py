@@ -15,10 +15,11 @@ from typing import Literal
 import orjson
 
 from megaponder.data.documents import TxtRule
-from megaponder.data.encode import EncodeOptions, encode_all
+from megaponder.data.encode import TEXT_FIELD, EncodeOptions, encode_all
 from megaponder.data.indexed import best_dtype, read_index
-from megaponder.data.info import DatasetMeta, SourceFile, read_meta
+from megaponder.data.info import Conversations, DatasetMeta, SourceFile, read_meta
 from megaponder.data.readers import CHUNK_BYTES, MIB, Limits, kind_of, list_inputs, read_chunks
+from megaponder.data.template import Template, find_template
 from megaponder.data.tokenizer import EOD_TOKENS, Tokenizer, load_tokenizer
 from megaponder.data.workspace import State, Workspace
 from megaponder.errors import IN_THE_WAY, ConfigError, UserError, of_file
@@ -31,7 +32,7 @@ class PrepareOptions:
     """Everything that decides what `prepare` writes, and how fast."""
 
     inputs: list[str]
-    """Files or folders: .jsonl and .txt, also as .gz or .zst, and .parquet."""
+    """Files or folders: .jsonl, .json and .txt, also as .gz or .zst, and .parquet."""
     output: str
     """Path of the dataset without .bin/.idx."""
     tokenizer: str
@@ -44,8 +45,10 @@ class PrepareOptions:
     """Let the tokenizer's own template add BOS/EOS to each document."""
     special_spellings: Literal["text", "token"] = "text"
     """How a special token that is spelled out in a text is encoded: as text, or as the token."""
-    field: str = "text"
-    """Field (column) that contains the text."""
+    field: str = TEXT_FIELD
+    """Field (column) that contains the text, or of conversations the list of messages."""
+    template: str | None = None
+    """The inputs are conversations, written with this chat template: alpaca, chatml, tokenizer, or a Jinja file."""
     txt_split: str = "file"
     """What a document is in a .txt file: file, line, blank (parts between blank lines), or a separator line."""
     on_error: Literal["fail", "skip"] = "fail"
@@ -110,7 +113,9 @@ def _need_eod(options: PrepareOptions, tokenizer: Tokenizer) -> int | None:
     return tokenizer.eod_id
 
 
-def _fingerprint(options: PrepareOptions, files: list[Path], tokenizer: Tokenizer, eod_id: int | None) -> str:
+def _fingerprint(
+    options: PrepareOptions, files: list[Path], tokenizer: Tokenizer, eod_id: int | None, template: Template | None
+) -> str:
     """Hash of everything that determines the bytes written, except the error policy (see `_start_state`)."""
     parts = {
         "format": 3,
@@ -121,7 +126,7 @@ def _fingerprint(options: PrepareOptions, files: list[Path], tokenizer: Tokenize
         "special_spellings": options.special_spellings,
         "field": options.field,
         "txt_split": options.txt_split,
-    }
+    } | ({} if template is None else {"template": (template.text, template.bos, template.eos)})
     return hashlib.sha256(orjson.dumps(parts, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
@@ -195,7 +200,7 @@ def _work_through(
     return examples
 
 
-def _encode_options(options: PrepareOptions, files: list[Path], dtype: str) -> EncodeOptions:
+def _encode_options(options: PrepareOptions, files: list[Path], dtype: str, template: Template | None) -> EncodeOptions:
     return EncodeOptions(
         tokenizer=options.tokenizer,
         eod=options.eod,
@@ -206,11 +211,38 @@ def _encode_options(options: PrepareOptions, files: list[Path], dtype: str) -> E
         field=options.field,
         rule=TxtRule(options.txt_split),
         kinds=tuple(kind_of(f) or "" for f in files),
+        template=template,
     )
 
 
+def _template(options: PrepareOptions, files: list[Path], tokenizer: Tokenizer) -> Template | None:
+    """The template of conversations.  UserError for inputs and options that are not for them."""
+    if options.template is None:
+        return None
+    for path in files:
+        if kind_of(path) not in ("jsonl", "json"):
+            raise UserError(f"{path}: conversations (--template) are read from .jsonl and .json files.")
+    for given, flag in ((not options.append_eod, "--no-append-eod"), (options.special_tokens, "--special-tokens")):
+        if given:
+            raise UserError(f"{flag}: the template says how a conversation begins and ends; leave it out.")
+    return find_template(options.template, tokenizer)
+
+
+def _conversations(template: Template | None, done: State) -> Conversations | None:
+    if template is None:
+        return None
+    end = max(done.ends, key=done.ends.__getitem__)
+    return Conversations(template.name, template.text, template.bos, template.eos, done.answers, done.targets, int(end))
+
+
 def _meta(
-    options: PrepareOptions, tokenizer: Tokenizer, eod_id: int | None, files: list[Path], dtype: str, done: State
+    options: PrepareOptions,
+    tokenizer: Tokenizer,
+    eod_id: int | None,
+    files: list[Path],
+    dtype: str,
+    done: State,
+    template: Template | None,
 ) -> DatasetMeta:
     per_file = [*done.per_file, *[(0, 0)] * (len(files) - len(done.per_file))]
     return DatasetMeta(
@@ -229,6 +261,7 @@ def _meta(
         special_tokens=tokenizer.special_tokens,
         special_spellings=options.special_spellings,
         spelled=done.spelled,
+        conversations=_conversations(template, done),
     )
 
 
@@ -271,15 +304,17 @@ def prepare(options: PrepareOptions, on_progress: Callable[[PrepareProgress], No
     files = list_inputs(options.inputs)
     tokenizer = load_tokenizer(options.tokenizer, options.eod, options.special_tokens)
     eod_id = _need_eod(options, tokenizer)
+    template = _template(options, files, tokenizer)
     dtype = best_dtype(tokenizer.vocab_size)
     examples: list[str] = []
     try:
-        with Workspace(Path(options.output), dtype) as work:
-            start = _start_state(options, work, _fingerprint(options, files, tokenizer, eod_id))
+        with Workspace(Path(options.output), dtype, masked=template is not None) as work:
+            start = _start_state(options, work, _fingerprint(options, files, tokenizer, eod_id, template))
             _refuse_existing(options, work, start)
             work.open(start)
             if not start.whole:
-                examples = _work_through(options, files, work, _encode_options(options, files, dtype), on_progress)
+                encode_options = _encode_options(options, files, dtype, template)
+                examples = _work_through(options, files, work, encode_options, on_progress)
                 if work.state.documents == 0:
                     work.discard()
                     raise UserError(
@@ -287,7 +322,7 @@ def prepare(options: PrepareOptions, on_progress: Callable[[PrepareProgress], No
                     )
             done = work.state
             if not start.whole:
-                work.complete(_meta(options, tokenizer, eod_id, files, dtype, done))
+                work.complete(_meta(options, tokenizer, eod_id, files, dtype, done, template))
             work.publish()
     except OSError as error:
         if error.errno in IN_THE_WAY and (problem := of_file(error)) is not None:

@@ -1,6 +1,6 @@
 """Input files as a stream of chunks of complete documents, starting at any position.
 
-    .jsonl .txt             also as .gz and .zst (the Pile's own form; several frames in a file are one stream)
+    .jsonl .json .txt       also as .gz and .zst (the Pile's own form; several frames in a file are one stream)
     .parquet                with the extra `parquet`
 
 A `Position` is where a chunk ends; resuming there gives the same documents as an uninterrupted read.
@@ -16,11 +16,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
+import orjson
+
 from megaponder.data.documents import Chunk, TxtRule
 from megaponder.errors import ConfigError, UserError, first_line
 from megaponder.files import is_special
 
-KINDS = {".jsonl": "jsonl", ".txt": "txt", ".parquet": "parquet"}
+KINDS = {".jsonl": "jsonl", ".json": "json", ".txt": "txt", ".parquet": "parquet"}
 PACKED = (".gz", ".zst")
 BLOCK = 1 << 20
 CHUNK_BYTES = 1 << 20
@@ -44,7 +46,7 @@ class Position:
 
     file: int = 0
     offset: int = 0
-    """Bytes of the decompressed file (rows of parquet) before it."""
+    """Bytes of the decompressed file (rows of parquet, items of a .json list) before it."""
     line: int = 1
     """Its line (or row) number, from 1."""
 
@@ -59,7 +61,7 @@ class Read:
 
 
 def kind_of(path: Path) -> str | None:
-    """jsonl, txt or parquet by name; None for other files."""
+    """jsonl, json, txt or parquet by name; None for other files."""
     suffixes = path.suffixes
     if suffixes and suffixes[-1] in PACKED:
         kind = KINDS.get(suffixes[-2]) if len(suffixes) > 1 else None
@@ -68,16 +70,17 @@ def kind_of(path: Path) -> str | None:
 
 
 def list_inputs(inputs: Sequence[str]) -> list[Path]:
-    """Files to read, in order; a folder stands for all files of a known format below it, sorted by path.
+    """Files to read, in order; a folder stands for all files of a known format below it, sorted by path, except .json,
+    which seldom are data.
 
     Raises UserError for a missing path, an unknown format, a folder without input files, or a duplicate file.
     """
-    known = "known: .jsonl and .txt, also as .gz or .zst, and .parquet"
+    known = "known: .jsonl, .json and .txt, also as .gz or .zst, and .parquet"
     files: list[Path] = []
     for name in inputs:
         path = Path(name)
         if path.is_dir():
-            found = sorted(p for p in path.rglob("*") if p.is_file() and kind_of(p))
+            found = sorted(p for p in path.rglob("*") if p.is_file() and kind_of(p) not in (None, "json"))
             if not found:
                 raise UserError(f"{name}: this folder contains no input file ({known}).")
             files += found
@@ -217,6 +220,37 @@ def _cut(data: bytes, at: Position, disk_bytes: int) -> Read:
     return Read(Chunk(at.file, at.line, data), end, disk_bytes)
 
 
+def _read_json(path: Path, start: Position, limits: Limits, chunk_bytes: int) -> Iterator[Read]:
+    """The items of a list; a file that is no list has JSON lines."""
+    with open(path, "rb") as stream:
+        blocks = _blocks(path, stream, 0, limits)
+        data = next(blocks, b"").removeprefix(BOM)
+        if not data.lstrip().startswith(b"["):
+            yield from _read_lines(path, start, None, limits, chunk_bytes)
+            return
+        for block in blocks:
+            data += block
+            if len(data) > limits.document:
+                raise UserError(
+                    f"{path}: a list of more than {limits.document // MIB} MiB, which is read at once; write its items "
+                    "as lines of a .jsonl file, or allow more with --max-document MIB."
+                )
+    try:
+        items = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise UserError(f"{path}: not valid JSON ({error}).") from None
+    rows: list[bytes] = []
+    size = 0
+    for number, item in enumerate(items[start.offset :], start.offset + 1):
+        rows.append(orjson.dumps(item))
+        size += len(rows[-1])
+        if size >= chunk_bytes or number == len(items):
+            chunk = Chunk(start.file, number + 1 - len(rows), rows=tuple(rows))
+            disk = path.stat().st_size * number // len(items)
+            yield Read(chunk, Position(start.file, number, number + 1), disk)
+            rows, size = [], 0
+
+
 def _read_parquet(path: Path, start: Position, field: str, limits: Limits) -> Iterator[Read]:
     try:
         import pyarrow
@@ -265,5 +299,7 @@ def read_chunks(
         kind = kind_of(files[number])
         if kind == "parquet":
             yield from _read_parquet(files[number], at, field, limits)
+        elif kind == "json":
+            yield from _read_json(files[number], at, limits, chunk_bytes)
         else:
             yield from _read_lines(files[number], at, rule if kind == "txt" else None, limits, chunk_bytes)

@@ -21,8 +21,10 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
+from megaponder.data import packing
 from megaponder.data.cache import cached_arrays
 from megaponder.data.indexed import Index, TokenReader
+from megaponder.data.shuffled import generator, samples_in
 from megaponder.errors import UserError
 
 _FORMAT = 1  # of the cached arrays; increase it when they change
@@ -57,16 +59,6 @@ def cache_key(**parts: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _generator(seed: int, epoch: int, use: int) -> np.random.RandomState:
-    """Independent stream per (seed, epoch, use); RandomState's algorithms are frozen, those of Generator are not."""
-    return np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed, epoch, use])))
-
-
-def samples_in(epochs: int, tokens: int, sequence_length: int) -> int:
-    """Samples of sequence_length (+ 1 label) tokens that lie wholly in `epochs` epochs of `tokens` tokens."""
-    return max(0, epochs * tokens - 1) // sequence_length
-
-
 def epochs_for(samples: int, tokens: int, sequence_length: int) -> int:
     """Epochs of `tokens` tokens that hold `samples` samples; at least one."""
     return max(1, -(-(samples * sequence_length + 1) // tokens))
@@ -79,18 +71,21 @@ def build_order(lengths: np.ndarray, ids: np.ndarray, length: int, epochs: int, 
     """
     documents = np.tile(ids.astype(np.int32), (epochs, 1))
     for epoch in range(epochs):
-        _generator(seed, epoch, 0).shuffle(documents[epoch])
+        generator(seed, epoch, 0).shuffle(documents[epoch])
     tokens = int(lengths[ids].sum(dtype=np.int64))
     samples = helpers.build_sample_idx(np.array(lengths), documents.reshape(-1), length, epochs, tokens, True, True)
     shuffle = np.arange(samples.shape[0] - 1, dtype=np.int64)
     for epoch in range(epochs):
         part = shuffle[samples_in(epoch, tokens, length) : samples_in(epoch + 1, tokens, length)]
-        _generator(seed, epoch, 1).shuffle(part)
+        generator(seed, epoch, 1).shuffle(part)
     return {"document": documents.reshape(-1), "sample": samples, "shuffle": shuffle}
 
 
 class EpochGPTDataset(GPTDataset):
-    """GPTDataset whose order is independent of the number of samples asked for; items are {"text": int64 [n + 1]}."""
+    """GPTDataset whose order is independent of the number of samples asked for; items are {"text": int64 [n + 1]}.
+
+    Of conversations, which are packed whole, they are what `packing.joined` tells.
+    """
 
     config: OrderConfig
 
@@ -102,6 +97,9 @@ class EpochGPTDataset(GPTDataset):
 
     def _build_document_sample_shuffle_indices(self) -> Any:
         config, lengths, ids = self.config, self.dataset.sequence_lengths, self.indices
+        self._talks = self.dataset.index.mask is not None
+        if self._talks:
+            return self._packed(lengths, ids)
         tokens = int(lengths[ids].sum(dtype=np.int64))
         epochs = epochs_for(self.num_samples, tokens, config.sequence_length)
         key = cache_key(
@@ -120,6 +118,26 @@ class EpochGPTDataset(GPTDataset):
         )
         return arrays["document"], arrays["sample"], arrays["shuffle"]
 
+    def _packed(self, lengths: np.ndarray, ids: np.ndarray) -> Any:
+        config = self.config
+        key = cache_key(
+            packed=packing.OPEN,
+            seed=config.random_seed,
+            length=config.sequence_length,
+            range=[int(ids[0]), int(ids[-1]) + 1],
+            samples=self.num_samples,
+            data=config.indexes[self.dataset_path].fingerprint(),
+        )
+        room, samples = config.sequence_length + 1, self.num_samples or 1
+        arrays = cached_arrays(
+            config.path_to_cache,
+            f"packed-{key}",
+            ("conversations", "begins"),
+            lambda: packing.build_order(lengths, ids, room, config.random_seed, samples),
+            config.wait_seconds,
+        )
+        return arrays["conversations"], arrays["begins"], None
+
     def _order(self, lengths: np.ndarray, ids: np.ndarray, epochs: int) -> dict[str, np.ndarray]:
         """`build_order`; UserError, before any work, for more epochs than this machine's memory can hold."""
         held = epochs * len(ids) * 4 + self.num_samples * 16  # documents; where samples begin and their order
@@ -131,6 +149,12 @@ class EpochGPTDataset(GPTDataset):
         return build_order(lengths, ids, self.config.sequence_length, epochs, self.config.random_seed)
 
     def __getitem__(self, idx: int) -> dict[str, np.ndarray]:
+        if self._talks:
+            begin, end = self.sample_index.part(int(idx), int(idx) + 2).tolist()
+            numbers = np.asarray(self.document_index.part(begin, end))
+            return packing.joined(
+                self.dataset.index, numbers, self.config.sequence_length, self.config.tokenizer.eod or 0
+            )
         place = int(self.shuffle_index[int(idx)])
         (first, begin), (last, end) = self.sample_index.part(place, place + 2).tolist()
         text = self.dataset.text(self.document_index.part(first, last + 1).tolist(), begin, end + 1)

@@ -15,13 +15,13 @@ import torch
 from megaponder.config import disciplines
 from megaponder.config.disciplines import Disciplines
 from megaponder.config.schema import RunConfig
-from megaponder.data.batch import MicroBatch, make_micro_batch
+from megaponder.data.batch import MicroBatch, batch_of
 from megaponder.data.check import DataFacts, Opened, SourceFacts, check_data, open_data
 from megaponder.errors import ConfigError, UserError
 
 
 class TextDataset(Sized, Protocol):
-    """Items are {"text": int64 [n + 1], ...}."""
+    """Items are {"text": int64 [n + 1]}, of conversations also what `packing.joined` tells."""
 
     def __getitem__(self, index: int) -> dict[str, Any]: ...
 
@@ -52,16 +52,21 @@ class SampleStream:
         return self.sequences
 
     def sequence(self, index: int) -> np.ndarray:
-        """Tokens of sequence `index`, int64 [n + 1].  UserError for an id for which the model has no embedding."""
-        text = self.dataset[index]["text"]
-        largest = int(text.max())
+        """Tokens of sequence `index`, int64 [n + 1]; see `item`."""
+        found: np.ndarray = self.item(index)["text"]
+        return found
+
+    def item(self, index: int) -> dict[str, np.ndarray]:
+        """What the dataset has as sequence `index`.  UserError for an id for which the model has no embedding."""
+        item = self.dataset[index]
+        largest = int(item["text"].max())
         if largest >= self.vocab_size:
             raise UserError(
                 f"model.vocab_size = {self.vocab_size}: sequence {index} of {self.field} contains token id {largest}; "
                 f"use {largest + 1} or more, or the tokenizer's own size; if the tokenizer has no such id, bytes of "
                 "the dataset were changed (megaponder inspect DATA --audit)."
             )
-        return text
+        return item
 
     def source(self, first: int, end: int) -> str:
         """The datasets that sequences first ... end - 1 come from, in words."""
@@ -81,8 +86,8 @@ class SampleStream:
         return self.disciplines.of(str(source.dataset_path))  # type: ignore[attr-defined]
 
     def _batch(self, numbers: Sequence[int]) -> MicroBatch:
-        text = np.stack([self.sequence(i) for i in numbers])
-        made = make_micro_batch(text, self.loss_mask, self.eod_id, self.document_attention)
+        items = [self.item(i) for i in numbers]
+        made = batch_of(items, self.loss_mask, self.eod_id, self.document_attention)
         if self.disciplines is None:
             return made
         return replace(made, disciplines_b=torch.tensor([self.discipline(i) for i in numbers]))
@@ -179,7 +184,10 @@ def _datasets(
         "eod_mask_loss": False,
         "create_attention_mask": False,
         "wait_seconds": 60.0 * cfg.parallel.timeout_minutes,
-        "indexes": {path: one.index for path, one in opened.items()},
+        "indexes": {
+            path: replace(one.index, mask=None) if cfg.data.loss_mask == "plain" else one.index  # all of it is learnt
+            for path, one in opened.items()
+        },
     }
 
     def built(config: Any, train: int, valid: int) -> list[Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -59,8 +60,27 @@ class Tokenizer(Protocol):
     def encode_flat(self, texts: Sequence[str]) -> Flat:
         """The same ids in one array: faster for large amounts of text."""
 
+    def encode_marked(self, text: str) -> tuple[list[int], list[int]]:
+        """Ids of a text whose spelled special tokens are meant, and the character at which each begins."""
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens included."""
+
+
+def _apart(
+    tokenizer: Tokenizer, text: str, encode: Callable[[str], tuple[list[int], list[int]]]
+) -> tuple[list[int], list[int]]:
+    """`encode_marked` of a tokenizer that reads no special token from a text: what lies between them, by `encode`."""
+    ids: list[int] = []
+    begins: list[int] = []
+    tokens = sorted(tokenizer.special_tokens, key=len, reverse=True)
+    at = 0
+    for part in re.split(f"({'|'.join(map(re.escape, tokens))})", text) if tokens else [text]:
+        found, places = ([tokenizer.special_tokens[part]], [0]) if part in tokenizer.special_tokens else encode(part)
+        ids += found
+        begins += [at + place for place in places]
+        at += len(part)
+    return ids, begins
 
 
 def _flat(encoded: Sequence[Sequence[int]]) -> Flat:
@@ -84,6 +104,13 @@ class BytesTokenizer:
     def encode_flat(self, texts: Sequence[str]) -> Flat:
         encoded = [text.encode() for text in texts]
         return np.frombuffer(b"".join(encoded), np.uint8), np.fromiter(map(len, encoded), np.int32, len(encoded))
+
+    def encode_marked(self, text: str) -> tuple[list[int], list[int]]:
+        def characters(part: str) -> tuple[list[int], list[int]]:
+            each = [character.encode() for character in part]
+            return list(b"".join(each)), [at for at, one in enumerate(each) for _ in one]
+
+        return _apart(self, text, characters)
 
     def decode(self, ids: Sequence[int]) -> str:
         pieces: list[bytes] = [bytes([i]) if i < 256 else b"<EOD>" for i in ids]
@@ -137,6 +164,10 @@ class HuggingFaceTokenizer:
         lengths = np.fromiter(map(len, encoded), np.int64, len(encoded)) // 4
         return np.frombuffer(b"".join(encoded), np.int32), lengths.astype(np.int32)
 
+    def encode_marked(self, text: str) -> tuple[list[int], list[int]]:
+        encoded = self._backend.encode(text, add_special_tokens=False)
+        return list(encoded.ids), [begin for begin, _ in encoded.offsets]
+
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._backend.decode(list(ids), skip_special_tokens=False))
 
@@ -185,6 +216,16 @@ class SentencePieceTokenizer:
 
     def encode_flat(self, texts: Sequence[str]) -> Flat:
         return _flat(self.encode_batch(texts))
+
+    def encode_marked(self, text: str) -> tuple[list[int], list[int]]:
+        if not hasattr(self._backend, "encode_as_offset_mapping"):
+            raise UserError(f"{self.name}: conversations in a sentencepiece model need sentencepiece 0.2.3 or newer.")
+
+        def pieces(part: str) -> tuple[list[int], list[int]]:
+            found = self._backend.encode(part, out_type="offset_mapping")
+            return list(found["ids"]), [begin for begin, _ in found["offsets"]]
+
+        return _apart(self, text, pieces)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._backend.decode(list(ids)))

@@ -1,11 +1,12 @@
 """The folder `<prefix>.partial`, where a dataset grows until it is complete; this makes `prepare` safe to kill.
 
     tokens.bin     token ids so far           lengths.bin   int32 tokens of each document so far
+    mask.bin       of conversations: for each token 1 if it is learnt, else 0
     state.json     how much of both is valid, and the matching input position (written by rename)
     lock           held while a process works here
 
-Work is done in shards: after each, both files are flushed to disk and the state advances.  A run that finds a state
-truncates both files to it and continues from its position.  When everything is written, the three files get their final
+Work is done in shards: after each, the files are flushed to disk and the state advances.  A run that finds a state
+truncates these files to it and continues from its position.  When everything is written, the parts get their final
 names, the .idx last: without it no reader accepts a .bin as a dataset.
 """
 
@@ -23,13 +24,13 @@ import orjson
 from filelock import FileLock, Timeout
 
 from megaponder import files
-from megaponder.data.encode import Encoded
+from megaponder.data.encoded import Encoded
 from megaponder.data.indexed import write_index
 from megaponder.data.info import DatasetMeta
 from megaponder.data.readers import Position
 from megaponder.errors import UserError
 
-PARTS = (("tokens.bin", ".bin"), ("meta.json", ".json"), ("index.idx", ".idx"))
+PARTS = (("tokens.bin", ".bin"), ("mask.bin", ".mask"), ("meta.json", ".json"), ("index.idx", ".idx"))
 """Names inside the folder and their final suffixes, in the order of publication."""
 
 
@@ -51,6 +52,12 @@ class State:
     skipped: dict[str, int] = field(default_factory=dict)
     spelled: dict[str, int] = field(default_factory=dict)
     """Special tokens that are spelled out in texts so far."""
+    targets: int = 0
+    """Of conversations: tokens that are learnt, so far."""
+    answers: int = 0
+    ends: dict[str, int] = field(default_factory=dict)
+    """`Encoded.answers` and `Encoded.ends` so far."""
+    mask_crc32: int = 0
     whole: bool = False
     """All parts are written; only their names are missing."""
 
@@ -62,12 +69,12 @@ def _sum(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
 class Workspace:
     """One process's hold on `<prefix>.partial`."""
 
-    def __init__(self, prefix: Path, dtype: str):
-        self.prefix, self.dtype = prefix, dtype
+    def __init__(self, prefix: Path, dtype: str, masked: bool = False):
+        """`masked`: each token is learnt or not, which mask.bin says."""
+        self.prefix, self.dtype, self._masked = prefix, dtype, masked
         self.folder = prefix.with_name(prefix.name + ".partial")
         self._lock = FileLock(str(self.folder / "lock"))
-        self._tokens: BinaryIO | None = None
-        self._lengths: BinaryIO | None = None
+        self._streams: dict[str, BinaryIO] = {}
         self.state = State("")
 
     def final(self, suffix: str) -> Path:
@@ -93,11 +100,10 @@ class Workspace:
         self._lock.release()
 
     def _close(self) -> None:
-        for stream in (self._tokens, self._lengths):
-            if stream is not None:
-                with files.naming(stream.name):
-                    stream.close()
-        self._tokens = self._lengths = None
+        for stream in self._streams.values():
+            with files.naming(stream.name):
+                stream.close()
+        self._streams = {}
 
     def discard(self) -> None:
         """Forget all work."""
@@ -117,25 +123,24 @@ class Workspace:
         self.state = state
         if state.whole:
             return
-        sizes = (state.tokens * np.dtype(self.dtype).itemsize, state.documents * 4)
-        streams = []
-        for name, size in zip(("tokens.bin", "lengths.bin"), sizes, strict=True):
+        sizes = {"tokens.bin": state.tokens * np.dtype(self.dtype).itemsize, "lengths.bin": state.documents * 4}
+        if self._masked:
+            sizes["mask.bin"] = state.tokens
+        for name, size in sizes.items():
             path = self.folder / name
             path.touch()
             if path.stat().st_size < size:
                 raise UserError(f"{path}: shorter than the last run left it; start over with --restart.")
             os.truncate(path, size)
-            streams.append(open(path, "ab"))  # noqa: SIM115 (closed by _close)
-        self._tokens, self._lengths = streams
+            self._streams[name] = open(path, "ab")  # noqa: SIM115 (closed by _close)
         self.save()
 
     def add(self, encoded: Encoded, position: Position, skipped: dict[str, int]) -> None:
         """Append a chunk that ends at `position`; durable after the next `save`."""
-        assert self._tokens is not None and self._lengths is not None  # open() came first
-        with files.naming(self.folder / "tokens.bin"):
-            self._tokens.write(encoded.ids)
-        with files.naming(self.folder / "lengths.bin"):
-            self._lengths.write(encoded.lengths)
+        parts = {"tokens.bin": encoded.ids, "lengths.bin": encoded.lengths, "mask.bin": encoded.mask}
+        for name, stream in self._streams.items():  # open() came first
+            with files.naming(stream.name):
+                stream.write(parts[name])
         old = self.state
         documents, tokens = len(encoded.lengths) // 4, len(encoded.ids) // np.dtype(self.dtype).itemsize
         per_file = [*old.per_file, *[(0, 0)] * (position.file + 1 - len(old.per_file))]
@@ -151,15 +156,18 @@ class Workspace:
             max_id=max(old.max_id, encoded.max_id),
             skipped=_sum(old.skipped, skipped),
             spelled=_sum(old.spelled, encoded.spelled),
+            targets=old.targets + encoded.mask.count(1),
+            answers=old.answers + encoded.answers,
+            ends=_sum(old.ends, encoded.ends),
+            mask_crc32=zlib.crc32(encoded.mask, old.mask_crc32),
         )
 
     def save(self) -> None:
         """End a shard: everything added so far survives from here on."""
-        for stream in (self._tokens, self._lengths):
-            if stream is not None:
-                with files.naming(stream.name):
-                    stream.flush()
-                    os.fsync(stream.fileno())
+        for stream in self._streams.values():
+            with files.naming(stream.name):
+                stream.flush()
+                os.fsync(stream.fileno())
         files.write_bytes(self.folder / "state.json", orjson.dumps(asdict(self.state)))
 
     def complete(self, meta: DatasetMeta) -> None:
@@ -168,6 +176,8 @@ class Workspace:
         lengths = np.memmap(self.folder / "lengths.bin", np.int32, "r", shape=(self.state.documents,))
         write_index(self.folder / "index.idx", self.dtype, lengths)
         checksums = {".bin": self.state.crc32, ".idx": files.checksum(self.folder / "index.idx")}
+        if self._masked:
+            checksums[".mask"] = self.state.mask_crc32
         files.write_bytes(self.folder / "meta.json", replace(meta, checksums=checksums).dump())
         self.state = replace(self.state, whole=True)
         self.save()
@@ -175,9 +185,8 @@ class Workspace:
     def publish(self) -> None:
         """Give complete work its final names and remove the folder.  May be repeated after a crash."""
         if (self.folder / "index.idx").exists():
-            self.final(".idx").unlink(
-                missing_ok=True
-            )  # of a dataset being overwritten: it must not be paired with a new .bin
+            for suffix in (".idx", ".mask"):  # of a dataset being overwritten: not to be paired with a new .bin
+                self.final(suffix).unlink(missing_ok=True)
         for name, suffix in PARTS:
             if (self.folder / name).exists():
                 os.replace(self.folder / name, self.final(suffix))

@@ -16,6 +16,7 @@ from megaponder.checkpoint.choose import locate
 from megaponder.checkpoint.state import load_state
 from megaponder.checkpoint.weights import read_weights
 from megaponder.config.schema import RunConfig
+from megaponder.data import chat
 from megaponder.errors import UserError
 from megaponder.export import card, compose, configs, folder, kept, looped, names, native, reference, targets, tokenizer
 from megaponder.export.formats import FORMATS
@@ -125,6 +126,7 @@ def export(
     cfg, state = read_weights(source, ema)
     at, run = load_state(source)[0], source.parent.parent
     cfg = replace(cfg, run=str(run))  # it may have been moved
+    talked = chat.read(run)
     before = kept.of(run, at.step) if tokenizer_path in (None, tokenizer.NONE) else None
     compose.decoding_class(cfg.ponder.method)  # raises its error first
     if dtype is None and before is not None and _exact(state, before.dtype):
@@ -152,8 +154,10 @@ def export(
         elif target is not None:
             written, plain = targets.unroll(written, plain)
             kind, reason = configs.native_format(written)
-        tokens = tokenizer.write(cfg, temporary, tokenizer_path, chat_template, before.config if before else None)
-        write_model(written, plain, temporary, kind, tokens.eos_id, shard_bytes, told, before)
+        theirs = before.config if before else None
+        tokens = tokenizer.write(cfg, temporary, tokenizer_path, chat_template, theirs, chat=talked)
+        end = None if talked is None else talked.end_id
+        write_model(written, plain, temporary, kind, tokens.eos_id, shard_bytes, told, before, end)
         count = sum(t.numel() for name, t in plain.items() if name != targets.SECOND)
         del plain
         worst = check(*compared, temporary, out, tolerance)
@@ -202,10 +206,12 @@ def write_model(
     shard_bytes: int = folder.SHARD_BYTES,
     told: Mapping[str, Any] = MappingProxyType({}),
     before: kept.Kept | None = None,
+    answer_end: int | None = None,
 ) -> None:
     """Weights, config.json, generation_config.json and, if no model_type `kind` represents it, the modelling code.
 
     With a `kind`, the embedding scale is 1 (`targets.fold`).  `before`: from the folder of an untrained model.
+    `answer_end`: the token that ends an answer; generation stops there, too.
     """
     assert cfg.model.num_heads is not None
     dtype = str(plain["model.embed_tokens.weight"].dtype).removeprefix("torch.")
@@ -225,6 +231,8 @@ def write_model(
         config |= {"megaponder_version": __version__, **told, **(before.config if before else {})}
     folder.write_json(path / "config.json", config)
     generation: dict[str, Any] = dict.fromkeys(kept.ENDS, eos)
+    if answer_end not in (None, eos):
+        generation["eos_token_id"] = [answer_end, eos] if eos is not None else answer_end
     if before is not None:
         generation = before.generation or {name: config.get(name) for name in kept.ENDS}
     folder.write_json(path / "generation_config.json", {k: v for k, v in generation.items() if v is not None})

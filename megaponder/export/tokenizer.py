@@ -7,18 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaponder import files
 from megaponder.config.schema import RunConfig
+from megaponder.data.chat import Chat
+from megaponder.data.template import read_template, template_of
 from megaponder.data.tokenizer import Tokenizer, load_tokenizer
 from megaponder.errors import UserError
-from megaponder.export.folder import read_json, write_json
+from megaponder.export.folder import write_json
 from megaponder.export.kept import ENDS
 
 NONE = "none"
 """Used instead of a path: export without a tokenizer."""
 FIX = f"set --tokenizer to its path, or to {NONE!r} to export without one"
-LARGEST_TEMPLATE = 1 << 20
-"""Maximum bytes of a chat template."""
 SAMPLES = ("Hello world", "  two  spaces\n\n\ttab", "naïve café — 東京 🙂", "def f(x):\n    return x[0] + 1\n", "")
 
 
@@ -67,13 +66,15 @@ def write(
     chat_template: str | Path | None = None,
     before: dict[str, Any] | None = None,
     fix: str = FIX,
+    chat: Chat | None = None,
 ) -> TokenizerFiles:
     """Write tokenizer.json and tokenizer_config.json into `out`.
 
     Training puts nothing but EOD between documents, so EOD is both BOS and EOS, and no token is added to a text
     (add_bos_token false): with any other rule evaluation scores change by orders of magnitude.  The chat template is
-    that of the tokenizer's folder, or the given file.  `before` has the special ids of a folder that was imported and
-    not trained since: they stay, and so does what its tokenizer adds to a text.
+    the given file, else the one that the model was trained with (`chat`), else that of the tokenizer's folder.
+    `before` has the special ids of a folder that was imported and not trained since: they stay, and so does what its
+    tokenizer adds to a text.
     UserError if the written files do not give the same ids as in training on sample texts, or, with `fix`, if
     data.tokenizer cannot be read.
     """
@@ -112,7 +113,10 @@ def write(
         index = index[0] if isinstance(index, list) and index else index
         if type(index) is int and index >= 0 and (token := _token(out / "tokenizer.json", index)) is not None:
             settings[name.removesuffix("_id")] = token
-    if (template := _chat_template(tokenizer, chat_template)) is not None:
+    if chat_template is None and chat is not None:
+        settings["chat_template"] = chat.template.text
+        settings |= {"bos_token": chat.template.bos} if chat.template.bos else {}
+    elif (template := _chat_template(tokenizer, chat_template)) is not None:
         settings["chat_template"] = template
     write_json(out / "tokenizer_config.json", settings)
     _check(out, tokenizer, eos, trained=before is None)
@@ -121,29 +125,7 @@ def write(
 
 def _chat_template(tokenizer: Tokenizer, given: str | Path | None) -> Any:
     """The text of a chat template, or several with their names: from a file, or from the tokenizer's folder."""
-    if given is not None:
-        return _template(Path(given))
-    folder = Path(tokenizer.name)
-    folder = folder if folder.is_dir() else folder.parent
-    if tokenizer.kind == "bytes" or not folder.is_dir():
-        return None
-    if (folder / "chat_template.jinja").is_file():
-        return _template(folder / "chat_template.jinja")
-    if (folder / "tokenizer_config.json").is_file():
-        return read_json(folder, "tokenizer_config.json").get("chat_template")
-    return None
-
-
-def _template(path: Path) -> str:
-    """UserError for a file that is missing or that Jinja does not understand."""
-    import jinja2
-
-    try:
-        text = files.read_bounded(path, LARGEST_TEMPLATE).decode()
-        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
-    except (OSError, ValueError, jinja2.TemplateError) as error:
-        raise UserError(f"{path} cannot be read as a chat template: {error}.") from None
-    return text
+    return template_of(tokenizer) if given is None else read_template(Path(given))
 
 
 def _token(path: Path, index: int) -> str | None:

@@ -9,14 +9,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import orjson
 import torch
 from torch import Tensor
 
 from megaponder.config.yaml_file import is_unicode
+from megaponder.data.chat import Chat
+from megaponder.data.chat import read as read_chat
+from megaponder.data.conversations import BadRecordError, listed
+from megaponder.data.template import OF_TOKENIZER, find_template, template_of
 from megaponder.data.tokenizer import Tokenizer, load_tokenizer
 from megaponder.errors import ConfigError, UserError
 from megaponder.export.requirements import require_transformers
 
+GENERATION = "generation_config.json"
 log = logging.getLogger(__name__)
 
 
@@ -47,6 +53,8 @@ class Source:
     max_positions: int
     has_cache: bool = True
     close: Callable[[], None] = lambda: None
+    chat: Chat | None = None
+    """How it is talked to, if it has a chat template."""
 
 
 def generate(
@@ -71,6 +79,7 @@ def generate(
     rows: int | None = None,
     speculate: int | None = None,
     on_text: Callable[[Generation], None] | None = None,
+    chat: bool = False,
 ) -> list[Generation]:
     """Continue `prompts` with a checkpoint, a run's newest checkpoint, or an export folder.
 
@@ -86,6 +95,7 @@ def generate(
     rows: batch by depth, with so many texts at once (`inference.batching`); the greedy text is the same, sampled text
     is not.  speculate: the same greedy text, with so many tokens a round drafted by their first pass.
     on_text: with rows, takes each text as soon as it and those of all prompts before it have ended.
+    chat: a prompt is what a user says, or a list of messages as JSON, and the model's chat template is put around it.
     Raises UserError for values out of range, a source without tokenizer, or text that exceeds the longest sequence.
     """
     require_transformers("megaponder generate")
@@ -97,13 +107,17 @@ def generate(
     given = _given(loaded, {name: value for name, value in chosen.items() if value is not None})
     if seed is not None:
         torch.manual_seed(seed)
+    if chat:
+        loaded, asked = _talked(loaded, prompts, str(source))
+    else:
+        asked = loaded.tokenizer.encode_batch(prompts)
     if rows is not None or speculate is not None:
-        words = _ids(loaded, prompts, max_new_tokens)
+        words = _fitting(loaded, asked, max_new_tokens)
         if speculate is not None:
             return _speculated(loaded, prompts, words, max_new_tokens, speculate, given)
         options = {**given, "temperature": temperature, "top_k": top_k, "top_p": top_p}
         return _by_depth(loaded, prompts, words, max_new_tokens, rows, depths, on_text or (lambda text: None), options)
-    ids, mask = _batch(loaded, prompts, max_new_tokens)
+    ids, mask = _batch(loaded, _fitting(loaded, asked, max_new_tokens))
     sampling: dict[str, Any] = dict(do_sample=False)
     if temperature > 0:
         sampling = dict(do_sample=True, temperature=float(temperature), top_k=top_k, top_p=float(top_p))
@@ -212,7 +226,7 @@ def device_of(name: str | None) -> str:
 
 
 def _from_export(path: Path, tokenizer: str | None, device: str, trust_remote_code: bool) -> Source:
-    from megaponder.export.folder import has_tokenizer, read_config
+    from megaponder.export.folder import has_tokenizer, read_config, read_json
     from megaponder.export.load import load_folder
     from megaponder.export.to_hf import DTYPES
     from megaponder.export.tokenizer import refuse_none
@@ -224,10 +238,21 @@ def _from_export(path: Path, tokenizer: str | None, device: str, trust_remote_co
     dtype = DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
     model = load_folder(path, dtype if device != "cpu" else torch.float32, trust_remote_code).to(device)
     words = load_tokenizer(tokenizer or str(path))
-    return Source(model, words, config.get("eos_token_id"), model.config.max_position_embeddings)
+    eos = config.get("eos_token_id")
+    said = read_json(path, GENERATION) if (path / GENERATION).is_file() else {}
+    ends = said.get("eos_token_id", eos)
+    end = ends[0] if isinstance(ends, list) and ends else ends
+    return Source(model, words, eos, model.config.max_position_embeddings, chat=_chat(words, end))
+
+
+def _chat(words: Tokenizer, end: Any) -> Chat | None:
+    """By the template of a tokenizer's folder."""
+    has = template_of(words) is not None and type(end) is int
+    return Chat(find_template(OF_TOKENIZER, words), end) if has else None
 
 
 def _from_checkpoint(path: Path, tokenizer: str | None, device: str) -> Source:
+    from megaponder.checkpoint.choose import locate
     from megaponder.checkpoint.weights import load_weights
     from megaponder.export import names
     from megaponder.export.load import build_model
@@ -240,16 +265,17 @@ def _from_checkpoint(path: Path, tokenizer: str | None, device: str) -> Source:
     words = of_text(cfg, path, tokenizer)
     eos = words.eod_id if cfg.data.eod_id is None else cfg.data.eod_id
     assert cfg.model.max_positions is not None
+    talked = read_chat(locate(path).parent.parent) or _chat(words, eos)
     if decoding_class(cfg.ponder.method) is None:
         log.warning(
             "Method %s has no decoding form: each token runs the training forward over the full text.",
             cfg.ponder.method,
         )
         slow = TrainingForward(cfg, state)
-        return Source(slow, words, eos, cfg.model.max_positions, has_cache=False, close=slow.close)
+        return Source(slow, words, eos, cfg.model.max_positions, has_cache=False, close=slow.close, chat=talked)
     plain = names.to_plain(state, cfg.model, table_rows(cfg))
     model = build_model(cfg, {name: t.float() if device == "cpu" else t for name, t in plain.items()}).to(device)
-    return Source(model, words, eos, cfg.model.max_positions)
+    return Source(model, words, eos, cfg.model.max_positions, chat=talked)
 
 
 COLDEST = 1e-4
@@ -290,9 +316,27 @@ def _check_speculation(drafted: int, temperature: float, rows: int | None, depth
             raise ConfigError(name, value, f"speculate = {drafted} excludes it, since {why}", "leave one of them out")
 
 
-def _ids(source: Source, prompts: list[str], max_new_tokens: int) -> list[list[int]]:
+def _talked(source: Source, prompts: list[str], name: str) -> tuple[Source, list[list[int]]]:
+    """The ids of each prompt in the chat template, and the source that stops where an answer ends."""
+    if source.chat is None:
+        why = "it was not trained on conversations, and its tokenizer has none"
+        raise UserError(f"{name} has no chat template: {why}; leave out --chat.")
+    rows = []
+    for prompt in prompts:
+        messages = [{"role": "user", "content": prompt}]
+        if prompt.lstrip().startswith("["):
+            try:
+                messages = listed(orjson.loads(prompt), "messages")
+            except orjson.JSONDecodeError:
+                pass  # a text that begins with a bracket
+            except BadRecordError as error:
+                raise UserError(f"prompt {prompt[:40]!r}: {error}.") from None
+        rows.append(source.tokenizer.encode_marked(source.chat.template.prompt(messages))[0])
+    return replace(source, eos_id=source.chat.end_id), rows
+
+
+def _fitting(source: Source, rows: list[list[int]], max_new_tokens: int) -> list[list[int]]:
     """Token ids of each prompt; UserError where they do not fit the model."""
-    rows = source.tokenizer.encode_batch(prompts)
     start = [] if source.eos_id is None else [source.eos_id]
     rows = [row or start for row in rows]
     if not all(rows):
@@ -317,9 +361,8 @@ def _ids(source: Source, prompts: list[str], max_new_tokens: int) -> list[list[i
     return rows
 
 
-def _batch(source: Source, prompts: list[str], max_new_tokens: int) -> tuple[Tensor, Tensor]:
+def _batch(source: Source, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
     """Left-padded ids and mask [b, n] on the model's device."""
-    rows = _ids(source, prompts, max_new_tokens)
     longest = max(map(len, rows))
     pad = 0 if source.eos_id is None else source.eos_id
     ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=source.model.device)

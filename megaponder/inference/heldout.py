@@ -1,7 +1,8 @@
 """Loss of a model over whole held-out datasets: every token that counts is a target exactly once.
 
 A dataset is read in the order in which it is stored, behind one end-of-document token, and cut into windows of the
-model's sequence length that do not overlap; the last one is filled up with positions that do not count.
+model's sequence length that do not overlap; the last one is filled up with positions that do not count.  Of
+conversations, the answers are the targets, and each conversation is read whole, beside others that it does not see.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import numpy as np
 from torch import Tensor
 
 from megaponder.config.schema import RunConfig
-from megaponder.data.batch import MicroBatch, make_micro_batch
+from megaponder.data.batch import MicroBatch, batch_of, make_micro_batch
 from megaponder.data.indexed import Index, read_index
 from megaponder.data.info import read_meta
+from megaponder.data.packing import in_stored_order
 from megaponder.engine import depth
 from megaponder.errors import ConfigError, UserError
 from megaponder.plan.flops import inference_flops
@@ -202,6 +204,9 @@ def batches(
     index: Index, cfg: RunConfig, batch: int, length: int, limit: int | None = None, skip: int = 0
 ) -> Iterator[tuple[MicroBatch, int]]:
     """Micro-batches of `batch` windows, the last one filled up, and how many tokens of each count."""
+    if index.mask is not None:
+        yield from _conversations(index, cfg, batch, length, limit, skip)
+        return
     waiting: list[tuple[np.ndarray, int]] = []
 
     def made() -> tuple[MicroBatch, int]:
@@ -219,6 +224,31 @@ def batches(
             waiting = []
     if waiting:
         yield made()
+
+
+def _conversations(
+    index: Index, cfg: RunConfig, batch: int, length: int, limit: int | None, skip: int
+) -> Iterator[tuple[MicroBatch, int]]:
+    """`batches` of conversations: the targets before `skip` and after `limit` do not count."""
+    padding, data, seen = cfg.data.eod_id or 0, cfg.data, 0
+    end = math.inf if limit is None else skip + limit
+    empty = dict(text=np.full(length + 1, padding), targets=np.zeros(length), starts=np.zeros(length))
+    waiting: list[dict[str, np.ndarray]] = []
+    whole = in_stored_order(index, length, padding)
+    while seen < end:
+        item = next(whole, None)
+        if item is not None:
+            number = seen + np.cumsum(item["targets"])
+            seen = int(number[-1])
+            counted = item["targets"] * (number > skip) * (number <= end)
+            if counted.any():
+                waiting.append(item | {"targets": counted})
+        if waiting and (item is None or seen >= end or len(waiting) == batch):
+            made = batch_of([*waiting, *[empty] * (batch - len(waiting))], data.loss_mask, data.eod_id, True)
+            yield made, int(made.loss_mask_bn.sum())
+            waiting = []
+        if item is None:
+            return
 
 
 @contextmanager
@@ -272,6 +302,7 @@ def _score(
 ) -> Score:
     index = read_index(prefix)
     meta = read_meta(index) if not skip and (limit is None or limit >= index.tokens) else None
+    text_bytes = meta.text_bytes if meta is not None and meta.conversations is None else None
     length = length or cfg.data.sequence_length
     sums: dict[str, float] = {"loss": 0.0}
     targets = 0
@@ -287,7 +318,7 @@ def _score(
     method = method_of(cfg)
     active = depth.active_shares(depth.metrics(means, nats / targets))
     flops = inference_flops(replace(cfg, data=replace(cfg.data, sequence_length=length)), method, active)
-    return Score(targets, nats, meta.text_bytes if meta else None, means, flops)
+    return Score(targets, nats, text_bytes, means, flops)
 
 
 def score_all(

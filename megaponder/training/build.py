@@ -15,7 +15,9 @@ from megaponder.checkpoint.state import TrainState
 from megaponder.config.budget import last_step
 from megaponder.config.model import short_reach
 from megaponder.config.schema import RunConfig
-from megaponder.data.blend import unread
+from megaponder.data import chat
+from megaponder.data.blend import parse_blend, unread
+from megaponder.data.packing import told
 from megaponder.engine.groups import Groups
 from megaponder.engine.step import Engine
 from megaponder.engine.zero import Updates
@@ -127,6 +129,10 @@ def build(cfg: RunConfig, groups: Groups, stack: ExitStack) -> Run:
     saver = Saver(folder / "checkpoints", cfg, engine.stage, optimizer, data.stored(), saved, monitor.saved, ema)
     starting("monitor")
     on_first_rank(lambda: setup.write_config(cfg))
+    answers = cfg.data.loss_mask == "answers"
+    sources = [source.path for source in parse_blend(cfg.data.train, "data.train")] if answers else []
+    talks = [path for path in sources if data.opened[path].index.mask is not None]
+    on_first_rank(lambda: chat.write(folder, chat.of_datasets((path, data.opened[path].meta) for path in talks)))
     data.write(folder)
     stack.callback(monitor.close)
     who = on_first_rank(lambda: identity.start(folder))
@@ -140,6 +146,8 @@ def build(cfg: RunConfig, groups: Groups, stack: ExitStack) -> Run:
         )
     for path in (p for blend in (cfg.data.train, *cfg.data.valid_blends().values()) for p in unread(blend)):
         monitor.say(f"The dataset {path} has weight 0 and is not read.")
+    for source in talks:
+        monitor.say(told(source, data.opened[source].index, cfg.data.sequence_length))
     if sentence := short_reach(cfg.model):
         monitor.say(sentence)
     if method_only(cfg.train, state.step + 1):

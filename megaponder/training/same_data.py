@@ -41,8 +41,7 @@ class SameData:
         except UserError as error:
             problem = str(error)
         self._agree(problem)
-        pairs = (_files(one) for one in self.opened.values())
-        self._known = {file.path: file.status for pair in pairs for file in pair}
+        self._known = {file.path: file.status for one in self.opened.values() for file in _files(one)}
         self._looks = launcher.place().local_rank == 0
 
     def stored(self) -> dict[str, Stored]:
@@ -115,12 +114,12 @@ class SameData:
     def _changes(self) -> list[str]:
         sentences = []
         for path, one in self.opened.items():
-            both = _files(one)
+            own = _files(one)
             try:
-                status = {file.path: os.stat(file.path) for file in both}
+                status = {file.path: os.stat(file.path) for file in own}
                 if all(_same_file(status[name], self._known[name]) for name in status):
                     continue
-                replaced = any(status[f.path].st_ino != f.status.st_ino for f in both)
+                replaced = any(status[f.path].st_ino != f.status.st_ino for f in own)
                 index = read_index(path)
                 what = identify(index, read_meta(index)).difference(self.identities[path].stored())
                 if what is None:
@@ -142,8 +141,9 @@ class SameData:
         return sentences
 
 
-def _files(one: Opened) -> tuple[CheckedFile, CheckedFile]:
-    return one.index.lengths.file, one.index.ids.file
+def _files(one: Opened) -> list[CheckedFile]:
+    index = one.index
+    return [index.lengths.file, index.ids.file, *([] if index.mask is None else [index.mask.file])]
 
 
 def _same_file(one: os.stat_result, other: os.stat_result) -> bool:

@@ -131,7 +131,9 @@ def refuse_other_model(cfg: RunConfig, checkpoint: Path, weights_only: bool = Fa
     values |= {f"{FREE}.{n}": found for n, found in options_that_differ(saved.ponder, cfg.ponder).items()}
     for name, (then, now, declared) in values.items():
         change = declared.change_at_load if weights_only else declared.resume
-        if now == then or (name == "train.steps" and cfg.train.tokens is not None):  # there they follow from the tokens
+        if now == then:
+            continue
+        if name == "train.steps" and (cfg.train.tokens or cfg.train.epochs) is not None:  # they follow from these
             continue
         if change == "asked" and name in cfg.checkpoint.load_changes:
             change = "warned"

@@ -80,3 +80,23 @@ def jsonl(path: Path, texts: Sequence[str]) -> Path:
     """One {"text": ...} a line."""
     path.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     return path
+
+
+def write_conversations(prefix: Path, count: int, longest: int, seed: int = 0, vocab: int = 90) -> str:
+    """A dataset of `count` conversations of 2 to `longest` tokens: one to three turns of prompt and answer, each answer
+    ending with EOD."""
+    rng = np.random.default_rng(seed)
+    documents, marks = [], []
+    for _ in range(count):
+        length = int(rng.integers(2, longest + 1))
+        ids, mask = rng.integers(1, vocab, length), np.zeros(length, np.int8)
+        turns = int(rng.integers(1, 1 + min(3, length // 2)))
+        edges = [*np.sort(rng.choice(np.arange(1, length), 2 * turns - 1, replace=False)), length]
+        for begin, end in zip(edges[::2], edges[1::2], strict=True):
+            mask[begin:end] = 1
+            ids[end - 1] = EOD
+        documents.append(ids.tolist())
+        marks += mask.tolist()
+    write_documents(prefix, documents)
+    np.array(marks, np.int8).tofile(f"{prefix}.mask")
+    return str(prefix)

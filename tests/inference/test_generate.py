@@ -12,6 +12,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megaponder.cli.main import main
+from megaponder.data import chat
+from megaponder.data.template import of_text
+from megaponder.data.tokenizer import load_tokenizer
 from megaponder.errors import UserError
 from megaponder.export.from_hf import import_hf
 from megaponder.export.to_hf import export
@@ -38,6 +41,36 @@ def test_checkpoint_equals_export(run: Path) -> None:
     assert generate(run / "hf", PROMPTS, **greedy) == want
     assert generate(run / "run" / "checkpoints" / "step_00000000", PROMPTS, use_cache=False, **greedy) == want
     assert [generate(run / "run", [p], **greedy)[0] for p in PROMPTS] == want  # padding changes nothing
+
+
+def test_chat(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run on conversations is asked in its template, and so is its export, by transformers too; it stops where an
+    answer ends."""
+    from transformers import AutoTokenizer
+
+    tokenizer = load_tokenizer("bytes")
+    checkpoints.make("pythia", "ponderlm", tmp_path / "run", {"tokenizer": "bytes", "eod_id": 256}, vocab_size=257)
+    with pytest.raises(UserError, match=r"run has no chat template: it was not trained on conversations, and its"):
+        generate(tmp_path / "run", ["hi"], chat=True)
+    text = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}>"
+    template = of_text("mine", text, tokenizer)
+    chat.write(tmp_path / "run", chat.Chat(template, end_id=ord("e")))
+    greedy = dict(max_new_tokens=9, temperature=0.0)
+    asked, said = "[user] hi<EOD>>", [{"role": "user", "content": "hi"}]
+    [found] = generate(tmp_path / "run", ["hi"], chat=True, **greedy)
+    assert generate(tmp_path / "run", [json.dumps(said)], chat=True, **greedy)[0].text == found.text
+    export(tmp_path / "run", tmp_path / "hf")
+    assert generate(tmp_path / "hf", ["hi"], chat=True, **greedy) == [found]
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert theirs.apply_chat_template(said, tokenize=False) == asked
+    ends = json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"]
+    assert ends == [ord("e"), 256]
+    assert generate(tmp_path / "hf", [asked], **greedy, tokenizer=str(tmp_path / "hf"))[0].text.startswith(found.text)
+    capsys.readouterr()
+    assert main(["generate", str(tmp_path / "run"), "hi", "--chat", "--max-tokens", "9"]) == 0
+    assert capsys.readouterr().out == found.text + "\n"
+    with pytest.raises(UserError, match=r"prompt .*: messages\[0\] has the role 'owl'; known"):
+        generate(tmp_path / "run", ['[{"role": "owl", "content": "a"}]'], chat=True)
 
 
 @pytest.mark.parametrize("method", ["ponderlm3", "adaptive_cot"])

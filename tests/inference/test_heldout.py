@@ -18,8 +18,10 @@ from megaponder.config.schema import ModelConfig, PonderConfig, RunConfig
 from megaponder.data.indexed import read_index
 from megaponder.data.info import DatasetMeta
 from megaponder.errors import UserError
+from megaponder.export.reference import engine as heldout_engine
 from megaponder.export.to_hf import export
 from megaponder.inference import fit, heldout, sweep, variants
+from tests.data_pipeline.make import write_conversations
 from tests.export import checkpoints, models
 from tests.layouts.cases import WHOLE
 from tests.tolerance import PARITY, difference
@@ -65,6 +67,31 @@ def test_the_loss_of_the_export_in_transformers(family: str, method: str, tmp_pa
         assert score.targets == targets
         loss = score.stats.get("soft_loss", score.loss)  # one forward weighs what decoding leaves out
         assert loss == pytest.approx(want / targets, rel=1e-5), path
+
+
+def test_the_loss_of_conversations(tmp_path: Path) -> None:
+    """Each conversation alone in the exported model, its answers alone; parts of it add up."""
+    from megaponder.data.packing import read
+    from megaponder.export.load import load_folder
+
+    checkpoints.make("pythia", "adaponderlm", tmp_path / "run", {"sequence_length": LENGTH})
+    export(tmp_path / "run", tmp_path / "hf", tokenizer_path="none")
+    prefix = write_conversations(tmp_path / "talks", 9, LENGTH + 5, vocab=models.VOCAB)
+    index, net = read_index(prefix), load_folder(tmp_path / "hf")
+    want, targets = 0.0, 0
+    for number in range(index.sequences):
+        ids, mask = (torch.from_numpy(x)[None] for x in read(index, number, LENGTH + 1))
+        with torch.no_grad():
+            logits = net(ids[:, :-1], use_cache=False).logits.double()
+        losses = F.cross_entropy(logits[0], ids[0, 1:], reduction="none")
+        want, targets = want + float(losses[mask[0, 1:] > 0].sum()), targets + int(mask[0, 1:].sum())
+    cfg, state = heldout.read_model(tmp_path / "run")
+    score = heldout.score_all(cfg, state, {"talks": prefix}, batch=2, length=LENGTH)["talks"]
+    assert score.targets == targets and score.loss == pytest.approx(want / targets, rel=1e-5)
+    first = heldout.score_all(cfg, state, {"talks": prefix}, batch=2, length=LENGTH, limit=11)["talks"]
+    with heldout_engine(cfg, state) as engine:
+        rest = heldout.score(engine, cfg, prefix, 3, LENGTH, None, 11)
+    assert first.targets == 11 and first.nats + rest.nats == pytest.approx(want, rel=1e-5)
 
 
 def test_every_token_is_a_target_once(tmp_path: Path) -> None:

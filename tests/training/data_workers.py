@@ -18,13 +18,13 @@ def _empty(field: str, holds: Callable[[int], bool]) -> None:
     """Sequences that `holds` names consist of EOD alone, so that no target of them counts."""
     from megaponder.data.stream import SampleStream
 
-    original = SampleStream.sequence
+    original = SampleStream.item
 
-    def sequence(self: Any, index: int) -> Any:
-        text = original(self, index)
-        return np.zeros_like(text) if self.field == field and holds(index) else text
+    def item(self: Any, index: int) -> Any:
+        found = original(self, index)
+        return {"text": np.zeros_like(found["text"])} if self.field == field and holds(index) else found
 
-    _replace(SampleStream, "sequence", sequence)
+    _replace(SampleStream, "item", item)
 
 
 def _at_step(step: int, action: Callable[[], object]) -> None:

@@ -14,14 +14,18 @@ from megaponder.config.trained import GROUPS, OF_LAYERS, OF_MIXTURES
 
 
 def budget_is_given_once(c: Case) -> None:
-    """Steps or tokens, and where both are written they agree (a resolved configuration has both)."""
+    """Steps, tokens or epochs, and where steps are written too they agree (a resolved configuration has both)."""
     t = c.cfg.train
+    rule = "its steps follow from the datasets of data.train, which are not here"
+    require(t.epochs is None or t.steps is not None, "train.epochs", t.epochs, rule, "set train.steps instead")
+    rule = f"train.tokens = {t.tokens} sets the budget, too"
+    require(t.epochs is None or t.tokens is None, "train.epochs", t.epochs, rule, "set one of the two to null")
     require(
         t.steps is not None or t.tokens is not None,
         "train.steps",
         None,
         "a run needs a budget",
-        "set it or train.tokens",
+        "set it, train.tokens or train.epochs",
     )
     if t.steps is not None and t.tokens is not None:
         steps = budget.steps_for_tokens(c.cfg, t.tokens)
