@@ -6,7 +6,7 @@
 The domain is one kind of the corpus, encyclopedic text (the World Factbook and dictionaries).  A vanilla model is
 pretrained on all other kinds; it goes on with the domain alone, and with as much general text beside it; then it is
 trained on questions and answers, from the base, from the domain model, and with general text beside them.  Questions
-are made of the corpus: eight lines "Field: text" of an entry are the input, one of the fields is asked for, and its
+are made of the corpus: four lines "Field: text" of an entry are the input, each of the fields is asked for, and its
 text is the answer.  Held-out questions are made of held-out entries.  CORPUS is a folder as for `benchmarks.study`.
 What is in the folder of results is not run again.
 """
@@ -40,8 +40,10 @@ DOMAIN = "encyclopedic"
 RATES = {"cpt": 1e-3, "sft": 1e-3}
 """Learning rates; the base has that of the study."""
 EPOCHS = {"cpt": 2, "sft": 3}
+SMALLER = 4
+"""So many times smaller are the batches of SFT."""
 FIELD = re.compile(r"([A-Z][^:\n]{2,60}(?:: [a-z][^:\n]{1,60})?): (\S.*)")
-LINES, LONGEST_INPUT, LONGEST_ANSWER = 8, 700, 80
+LINES, LONGEST_INPUT, LONGEST_ANSWER = 4, 500, 80
 """Lines of an input, and characters of an input and of an answer."""
 PROMPTS = 64
 """Held-out questions that are answered by greedy decoding."""
@@ -69,7 +71,7 @@ STAGES = {
 
 
 def questions(text: str) -> Iterator[dict[str, str]]:
-    """Records of Alpaca's form, made of an entry's lines: each input has other lines."""
+    """Records of Alpaca's form, made of an entry's lines; inputs share no line."""
     for part in text.split("\n\n"):
         lines = [m for line in part.split("\n") if (m := FIELD.fullmatch(line.strip()))]
         for begin in range(0, len(lines) - LINES + 1, LINES):
@@ -77,8 +79,7 @@ def questions(text: str) -> Iterator[dict[str, str]]:
             shown = "\n".join(m[0] for m in chosen)
             names = Counter(m[1] for m in chosen)
             asked = [m for m in chosen if names[m[1]] == 1 and len(m[2]) <= LONGEST_ANSWER]
-            if asked and len(shown) <= LONGEST_INPUT:
-                one = asked[len(shown) % len(asked)]  # some field, the same at every start
+            for one in asked if len(shown) <= LONGEST_INPUT else ():
                 yield {"instruction": f"What does the entry say about {one[1]}?", "input": shown, "output": one[2]}
 
 
@@ -120,7 +121,8 @@ def going_on(base: dict[str, Any], name: str, run: Path, start: Path, paths: dic
     blend = [paths[item] if isinstance(item, str) else item for item in stage.blend]
     batch, length = base["train"]["global_batch"], base["data"]["sequence_length"]
     data = base["data"] | {"train": blend, "shuffle_seed": ORDER + 1}
-    answers: dict[str, Any] = {"steps": None, "epochs": EPOCHS["sft"]}
+    few = max(1, batch // SMALLER)
+    answers: dict[str, Any] = {"steps": None, "epochs": EPOCHS["sft"], "global_batch": few, "micro_batch": few}
     budget = answers
     if stage.kind == "cpt":
         tokens = EPOCHS["cpt"] * read_index(paths["domain"]).tokens / float(stage.blend[0])
@@ -129,7 +131,7 @@ def going_on(base: dict[str, Any], name: str, run: Path, start: Path, paths: dic
         data |= {"loss_mask": "answers"}
         if len(stage.blend) > 2:  # an epoch of a blend would be one of all its text
             alone = base | {"data": data | {"train": [paths["answers"]]}, "train": base["train"] | answers}
-            budget = {"steps": round(steps_of(alone) / float(stage.blend[0]))}
+            budget = answers | {"epochs": None, "steps": round(steps_of(alone) / float(stage.blend[0]))}
     return base | {
         "run": str(run),
         "data": data,

@@ -22,18 +22,19 @@ from megaponder.plan.moe import inactive
 from megaponder.plan.parameters import model_parameters
 from megaponder.ponder.facts import facts_of
 from megaponder.ponder.settings import embedding_scale, initialisation, method_of
+from megaponder.training.schedule import build_schedule
 from megaponder.upcycle.split import mixture_config
 from tests.data_pipeline.make import random_documents, write_documents
 from tests.distributed import run_workers
 from tests.scaled import STEPS, VOCAB, scaled
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
-STAGES = sorted((CONFIGS[0].parent / "innovator").glob("*.yaml"))
+STAGES, DOMAIN = (sorted((CONFIGS[0].parent / name).glob("*.yaml")) for name in ("innovator", "geogalactica"))
 """Of one training, one after the other."""
 SETS = {
     folder.name: sorted(folder.glob("*.yaml"))
     for folder in sorted(CONFIGS[0].parent.iterdir())
-    if folder.is_dir() and folder.name != "innovator"
+    if folder.is_dir() and folder.name not in ("innovator", "geogalactica")
 }
 """Folders of files with equal budgets: comparisons of a paper."""
 WORLD = {"pythia-1.4b-ponderlm-300b": 64, "demo": 1, "pythia-300b": 64}
@@ -114,6 +115,24 @@ def test_the_stages_of_upcycling_are_those_of_one_mixture() -> None:
     assert model_parameters(expert.model).total == 7_615_616_512
     without_routers = total - unused - made.num_layers * 64 * made.hidden_size  # type: ignore[operator]
     assert without_routers / 1e9 == pytest.approx(13.32, abs=0.005)
+
+
+def test_a_domain_of_30b_is_planned_on_64_to_512_gpus() -> None:
+    """GeoGalactica's stages: 29.97 billion parameters, its learning rates, its batch."""
+    cpt, sft = (resolve(load_config(path, ["--train.steps", "7325"])) for path in DOMAIN)
+    for cfg in (cpt, sft):
+        facts = facts_of(method_of(cfg))
+        for world in (64, 128, 256, 512):
+            check(cfg, facts, world)
+            plan = build_plan(cfg, method_of(cfg), facts, world, 0.4, GPUS[DEFAULT_GPU])
+            assert max(stage.total for stage in plan.stages) / 2**30 < GPUS[DEFAULT_GPU].memory_gib * 0.9
+    assert cpt.model == sft.model and model_parameters(cpt.model).total == 29_972_576_256
+    whole = resolve(load_config(DOMAIN[0], []))
+    assert whole.train.steps == -(-30_000_000 // 4096) == 7325
+    rate = build_schedule(whole.schedule, whole.optimizer, whole.train.steps)
+    assert rate.warmup == 100 and [rate(0), rate(100)] == [0.0, 1e-5] and rate(7325) == pytest.approx(1e-7)
+    assert rate(50) == pytest.approx(5e-6) and rate(100 + 7225 // 2) == pytest.approx((1e-5 + 1e-7) / 2, rel=1e-3)
+    assert sft.data.document_attention and load_config(DOMAIN[1], []).train.epochs == 3
 
 
 def test_plain_files_state_what_they_are_and_have_a_matched_twin() -> None:
