@@ -306,6 +306,9 @@ class FaultsConfig:
     """Allowed consecutive steps, or evaluations, in which no target counts; one more stops the run."""
     hang_minutes: float | None = declare(None, gt=0, unit="minutes")
     """Time without progress after which the stalled rank is named; default: half of parallel.timeout_minutes."""
+    in_process_restarts: int = declare(0, ge=0)
+    """Restarts within the processes after an error on one of several ranks, from the newest checkpoint (extra
+    megaponder[resilience]); docs/faults.md."""
     straggler_ratio: float = declare(1.25, ge=1)
     """A node whose steps take this many times the median of all nodes is reported."""
 

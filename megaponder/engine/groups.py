@@ -81,9 +81,32 @@ class Groups:
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
+_attempt = 0
+"""Number of the start of the groups, in processes that may leave them and start again (`training.in_process`)."""
+_shared: dist.Store | None = None
+
+
+def attempt(number: int) -> None:
+    """The groups will be started for the time `number`, from 1: they must not read what earlier ones left behind."""
+    global _attempt
+    _attempt = number
+
+
+def shared_store() -> dist.Store:
+    """The launcher's store, which outlives the groups."""
+    global _shared
+    if _shared is None:
+        _shared, _, _ = next(dist.rendezvous("env://"))
+    return _shared
+
+
 def _start(timeout: datetime.timedelta, device: torch.device) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
-    if launcher.adopt().launcher != "none":
+    here = launcher.adopt()
+    if _attempt:
+        store = dist.PrefixStore(f"attempt_{_attempt}", shared_store())
+        dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world_size, timeout=timeout)
+    elif here.launcher != "none":
         # without device_id, NCCL connects a group on first use: most of megatron-core's groups are never used, and
         # messages between two stages have their own communicator
         dist.init_process_group(backend, timeout=timeout)

@@ -60,6 +60,8 @@ class Heartbeat:
 
     def __enter__(self) -> Heartbeat:
         on_first_rank(lambda: shutil.rmtree(self.folder, ignore_errors=True))  # left by an earlier start
+        if dist.get_backend() == "nccl":
+            self.stacks.mkdir(exist_ok=True)  # NCCL's watchdog makes no folder
         self._write()
         self._thread.start()
         return self

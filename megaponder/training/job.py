@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from pathlib import Path
 
 from megaponder.config import launcher
 from megaponder.config.schema import ParallelConfig, RunConfig
@@ -32,7 +33,16 @@ def train(cfg: RunConfig) -> int:
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # its collectives
     warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf")  # its sharded optimizer
     starting("configuration")
-    flight_recorder.record()
+    flight_recorder.record(Path(cfg.run))
+    if cfg.faults.in_process_restarts and launcher.place().world_size > 1:
+        from megaponder.training import in_process
+
+        return in_process.run(cfg, _train)
+    return _train(cfg)
+
+
+def _train(cfg: RunConfig) -> int:
+    """One attempt."""
     cfg = _complete_on_all_ranks(cfg)
     try:
         starting("processes")

@@ -36,6 +36,7 @@ ENGINES: list[Broken] = [
             ("precision__cuda_graphs", True, "use auto, or use train.engine: megatron"),
             ("precision__grad_accum_fusion", True, "use auto"),
             ("optimizer__kind", "muon", "use adamw"),
+            ("faults__in_process_restarts", 1, "use 0"),
             ("optimizer__ema_decay", 0.99, "use 0; megaponder average averages checkpoints"),
         )
     ),

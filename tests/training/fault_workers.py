@@ -298,3 +298,31 @@ def never_leaves(**job: Any) -> None:
     _replace(module, "PATIENCE", 0.5)
     os.environ.pop("MEGAPONDER_EXIT_FILE", None)
     module.train(config(**job))
+
+
+def restarted(fault: str, at_step: int, **job: Any) -> int:
+    """`train` with an error on rank 1 in a step, the first time that it is reached; its exit code.
+
+    `fault`: error, one that no sentence explains; mistake, one of the user's on both ranks; killed.
+    """
+    from megaponder.training import loop
+    from megaponder.training.job import train
+
+    update, seen = loop.update, []
+
+    def faulty(optimizer: Any, norm: float) -> None:
+        seen.append(norm)
+        if len(seen) == at_step and fault == "mistake":
+            raise UserError("It is full.")
+        if len(seen) == at_step and os.environ["RANK"] == "1":
+            if fault == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("out of the blue")
+        update(optimizer, norm)
+
+    _replace(loop, "update", faulty)
+    try:
+        return train(config(**job))
+    except UserError as error:
+        print(f"error: {error}", flush=True)
+        return error.exit_code
