@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -33,6 +34,15 @@ from megaponder.training.rank_monitor import RankMonitor
 
 MISSED = 3
 """Missed heartbeats after which a rank counts as frozen or dead."""
+
+
+_live: weakref.WeakSet[Heartbeat] = weakref.WeakSet()
+
+
+def end_left_behind() -> None:
+    """End the threads of attempts of this process that were interrupted before they could."""
+    for one in list(_live):
+        one.end()
 
 
 class Heartbeat:
@@ -51,6 +61,7 @@ class Heartbeat:
         self._reported: Now | None = None
         self._monitor = RankMonitor()
         self._end, self._woken = threading.Event(), threading.Event()
+        _live.add(self)
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
 
     def _entered(self, before: Now, now: Now) -> None:
@@ -71,8 +82,7 @@ class Heartbeat:
     ) -> None:
         """Turns the error of a lost connection into a sentence."""
         self._monitor.close()
-        self._end.set()
-        self._woken.set()
+        self.end()
         self._thread.join()
         if error is not None and is_lost_connection(error):
             step, phase, _ = self._clock.now
@@ -80,6 +90,11 @@ class Heartbeat:
             while time.monotonic() < end and not any(r["gone"] for r in self._ranks()):
                 time.sleep(0.1)
             raise LostRank(f"Rank {self.rank} lost another rank in {phase} of step {step}: {self.blame()}.") from error
+
+    def end(self) -> None:
+        """Report and watch no more."""
+        self._end.set()
+        self._woken.set()
 
     def blame(self) -> str:
         """The rank that the others wait for, or that is lost, in words without a full stop."""

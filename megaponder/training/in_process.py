@@ -22,6 +22,8 @@ from megaponder.config.schema import RunConfig
 from megaponder.engine import groups
 from megaponder.errors import LostRank, UserError
 from megaponder.training import fault_record
+from megaponder.training.heartbeat import end_left_behind
+from megaponder.training.lock import RunLock
 
 PORT = "megaponder/in_process"
 """Key of the port at which the extension meets, in the store of the launcher."""
@@ -51,12 +53,14 @@ def run(cfg: RunConfig, once: Callable[[RunConfig], int]) -> int:
     inprocess, here = library(), launcher.adopt()
     last: list[Exception] = []
 
-    class Begin(inprocess.initialize.RetryController):  # type: ignore[name-defined,misc]
+    class Begin(inprocess.initialize.RetryController):  # type: ignore[name-defined]
         """Counts attempts alike on all ranks."""
 
         def __call__(self, state: Any) -> Any:
             state = super().__call__(state)
             groups.attempt(state.iteration + 1)
+            end_left_behind()
+            RunLock(Path(cfg.run)).forget()
             if state.iteration and here.rank == 0:
                 of = f"{state.iteration} of {cfg.faults.in_process_restarts}"
                 print(f"Restart {of} within the processes.", file=sys.stderr, flush=True)

@@ -86,6 +86,10 @@ class RunLock:
             return
         self._stop.set()
         self._thread.join()
+        self.forget()
+
+    def forget(self) -> None:
+        """Remove the lock if it is this process's: also one that an interrupted attempt has left behind."""
         with contextlib.suppress(OSError):  # it may not hide why the run ends; the next start sees a dead owner
             owner = self._owner()
             if owner is not None and owner["pid"] == os.getpid() and owner["host"] == socket.gethostname():
