@@ -36,8 +36,7 @@ class Merged:
         what = "the shared expert" if self.take == SHARED else f"the slices of {self.take}"
         return (
             f"{self.checkpoint}: a dense model, whose MLPs are {what} of a mixture that was {self.record}.\n"
-            f"Train it: megaponder train {self.checkpoint.parents[1] / 'config.yaml'} --data.train DATA "
-            "--train.tokens N"
+            f"Train it: megaponder train {self.checkpoint.parents[1] / 'config.yaml'}"
         )
 
 

@@ -53,8 +53,7 @@ class Upcycled:
         return (
             f"{self.checkpoint}: {moe['experts']} experts of width {m.ffn_size}, of which a row takes {moe['top_k']}, "
             f"beside a shared one of width {moe['shared_ffn']}; {self.record}.\n"
-            f"Train it: megaponder train {self.checkpoint.parents[1] / 'config.yaml'} --train.only '[routers]' "
-            "--data.train DATA --train.tokens N"
+            f"Train its routers: megaponder train {self.checkpoint.parents[1] / 'config.yaml'} --train.only '[routers]'"
         )
 
 
