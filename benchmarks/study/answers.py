@@ -40,6 +40,7 @@ QUESTIONS = {
     "(g) Depth-Attention in plain and looped models": (
         "vanilla", "depth-attention", "loop", "loop-depth-attention",
     ),
+    "(i) FreqKV from scratch, beside a window of as many keys": ("vanilla", "freqkv", "window"),
 }  # fmt: skip
 
 

@@ -128,6 +128,9 @@ def _kinds() -> Iterator[Kind]:
     yield Kind("depth-attention", "vanilla", "vanilla", model={"depth_attention": {"sources": "all"}})
     near = {"depth_attention": {"sources": "last:6"}}  # as many as the stack of 6 x 256 has layers
     yield Kind("loop-depth-attention", "loop", "loop", {"extra_passes": STEPS}, model=near)
+    near = {"freqkv": {"capacity": 128}}  # a quarter of a text of 6 x 256; beside it as many keys without compression
+    yield Kind("freqkv", "vanilla", "vanilla", model=near)
+    yield Kind("window", "vanilla", "vanilla", model={"attention_window": 128})
     # losses on a part of the tokens
     for name, given in {
         "eslm": {"by": "loss", "alpha": 0.1}, "eslm-entropy": {"by": "entropy", "alpha": 0.1},
