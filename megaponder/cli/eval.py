@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
             _write_json(saved, {"path": args.path, "tasks": tasks})
             return 0
     cfg, state = heldout.read_model(args.path, args.ema)
-    longest = cfg.model.max_positions
+    longest = None if cfg.model.freqkv else cfg.model.max_positions
     if args.length is not None and longest is not None and args.length > longest:
         raise ConfigError("--length", args.length, f"the model's longest sequence is {longest}", f"use {longest}")
     named = heldout.datasets(cfg, args.data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from megaponder.data.chat import read as read_chat
 from megaponder.data.conversations import BadRecordError, listed
 from megaponder.data.template import OF_TOKENIZER, find_template, template_of
 from megaponder.data.tokenizer import Tokenizer, load_tokenizer
+from megaponder.decoding.backbone import feature
 from megaponder.errors import ConfigError, UserError
 from megaponder.export.requirements import require_transformers
 
@@ -225,6 +227,11 @@ def device_of(name: str | None) -> str:
     return name
 
 
+def longest_text(config: Any) -> int:
+    """Tokens that a text may have, by the model's config.json; FreqKV sets no limit."""
+    return sys.maxsize if feature(config, "freqkv") else int(config.max_position_embeddings)
+
+
 def _from_export(path: Path, tokenizer: str | None, device: str, trust_remote_code: bool) -> Source:
     from megaponder.export.folder import has_tokenizer, read_config, read_json
     from megaponder.export.load import load_folder
@@ -242,7 +249,7 @@ def _from_export(path: Path, tokenizer: str | None, device: str, trust_remote_co
     said = read_json(path, GENERATION) if (path / GENERATION).is_file() else {}
     ends = said.get("eos_token_id", eos)
     end = ends[0] if isinstance(ends, list) and ends else ends
-    return Source(model, words, eos, model.config.max_position_embeddings, chat=_chat(words, end))
+    return Source(model, words, eos, longest_text(model.config), chat=_chat(words, end))
 
 
 def _chat(words: Tokenizer, end: Any) -> Chat | None:
@@ -275,7 +282,7 @@ def _from_checkpoint(path: Path, tokenizer: str | None, device: str) -> Source:
         return Source(slow, words, eos, cfg.model.max_positions, has_cache=False, close=slow.close, chat=talked)
     plain = names.to_plain(state, cfg.model, table_rows(cfg))
     model = build_model(cfg, {name: t.float() if device == "cpu" else t for name, t in plain.items()}).to(device)
-    return Source(model, words, eos, cfg.model.max_positions, chat=talked)
+    return Source(model, words, eos, longest_text(model.config), chat=talked)
 
 
 COLDEST = 1e-4

@@ -16,6 +16,7 @@ from megaponder.export.configs import what_is_lost
 from megaponder.export.formats import FORMATS
 from megaponder.export.to_hf import export
 from megaponder.inference.batching import DepthBatch
+from megaponder.inference.generate import longest_text
 from tests.export import checkpoints
 from tests.export.models import ids, model
 from tests.export.test_decoding import _cache_name, close, kept_and_recomputed
@@ -135,6 +136,11 @@ def test_generate_is_the_same_with_and_without_cache(name: str) -> None:
         assert torch.equal(cached, net.generate(tokens, use_cache=False, do_sample=False, num_beams=beams, **common))
     chunked = net.generate(tokens, use_cache=True, do_sample=False, prefill_chunk_size=3, **common)
     assert torch.equal(chunked, net.generate(tokens, use_cache=True, do_sample=False, **common))
+
+
+def test_texts_may_be_longer_than_the_positions() -> None:
+    assert longest_text(net_of("plain").config) > 10**9
+    assert longest_text(model("llama", "vanilla").config) == model("llama", "vanilla").config.max_position_embeddings
 
 
 @torch.no_grad()
