@@ -167,15 +167,15 @@ def report(size: str, found: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """Loss over the rate, a panel for each sweep without and with the option."""
+    """Loss over the rate, a panel without and one with the option for each sweep whose tuned models were run."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9.0, 3.6 * len(found)), layout="constrained")
+    shown = {sweep: rs for sweep, rs in found.items() if any(r["value"] == r["tuned"] for r in rs)}
+    figure = Figure(figsize=(9.0, 3.6 * max(1, len(shown))), layout="constrained")
     FigureCanvasAgg(figure)
-    for row, (sweep, rs) in zip(
-        figure.subplots(len(found), 2, squeeze=False, sharex="row"), found.items(), strict=True
-    ):
+    panels = figure.subplots(max(1, len(shown)), 2, squeeze=False, sharex="row")
+    for row, (sweep, rs) in zip(panels, shown.items(), strict=False):
         finite = [r["curve"][-1]["loss"] for r in rs if math.isfinite(r["curve"][-1]["loss"])]
         colors = dict(zip(sorted({r["value"] for r in rs}), COLORS, strict=False))
         for axes, carried in zip(row, (False, True), strict=True):
@@ -184,6 +184,9 @@ def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
                 axes.plot(*zip(*curve, strict=True), "o-", color=color, label=f"{sweep} {value}")
                 axes.plot(*min(curve, key=lambda p: p[1]), "o", ms=11, mfc="none", color=color)
             axes.set(xscale="log", xlabel="optimizer.lr", ylabel="held-out loss (nats per token)")
+            rates = sorted({r["lr"] for r in rs})
+            axes.set_xticks(rates, [f"{lr:g}" for lr in rates])
+            axes.set_xticks([], minor=True)
             axes.set_ylim(min(finite) - 0.03, min(min(finite) + 1.2, max(finite) + 0.03))
             axes.set_title(f"with tuned_{sweep}: {rs[0]['tuned']}" if carried else "without the option")
             axes.grid(alpha=0.25, linewidth=0.6)
