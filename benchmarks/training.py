@@ -55,6 +55,7 @@ def config(row: Row, micro_batches: int, world: int | None = None) -> RunConfig:
     p.tensor, p.pipeline, p.context, p.sequence = row.tensor, row.pipeline, row.context, row.tensor > 1
     p.experts = row.experts
     p.distributed_optimizer, p.recompute = True, "layer" if row.recompute else "none"
+    p.offload_passes = row.offloaded
     if row.zero is not None:
         cfg.train.engine, p.zero_stage, p.offload = "deepspeed", row.zero, row.offload  # type: ignore[assignment]
         p.overlap_grad_reduce = True

@@ -25,6 +25,8 @@ class Row:
     """Share of token-passes that halt, at random places; the method is then `drawn` (`_halt_at_random`)."""
     skip: bool = False
     recompute: bool = False
+    offloaded: int = 0
+    """First passes whose activations lie in main memory."""
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
@@ -165,6 +167,10 @@ def _long() -> list[Row]:
             (32768, "one pass", ("vanilla", {})), (32768, "four passes", LOOP), (131072, "one pass", ("vanilla", {})),
         )
         for name, sizes in layouts
+    ] + [
+        Row(f"CP=2, {length // 1024}k tokens, four passes, {n} offloaded", "llama-1.4b", *LOOP, batch=1, length=length,
+            recompute=True, offloaded=n, context=2, graphs=False, micro_batches=1, features={"max_positions": length})
+        for length, n in ((32768, 3), (131072, 0), (131072, 3))
     ]  # fmt: skip
 
 

@@ -41,6 +41,8 @@ def why_no_graphs(cfg: RunConfig) -> str:
         return "overlapped communication is started by hooks, which captured passes do not run"
     if cfg.train.engine == "deepspeed":
         return "DeepSpeed reduces and gathers by hooks, which captured passes do not run"
+    if cfg.parallel.offload_passes:
+        return "with parallel.offload_passes what a layer keeps moves to main memory"
     if cfg.parallel.context > 1:
         return "ranks of parallel.context exchange keys and values inside of a pass"
     if cfg.model.moe:

@@ -122,6 +122,9 @@ class ParallelConfig:
     """With recompute: layer, only this many first layers of each pipeline stage; default: all."""
     recompute_passes: int | None = declare(None, ge=1)
     """With recompute: layer, only this many first passes, whose activations are kept longest; default: all."""
+    offload_passes: int = declare(0, ge=0)
+    """With recompute: layer, the inputs that recomputed layers keep of this many first passes lie in main memory until
+    the backward; 0: none.  Passes are then not captured as CUDA graphs."""
     deallocate_pipeline_outputs: bool | None = None
     """Free a stage's output once sent; default: on with NCCL, off with gloo (where it corrupts numbers)."""
     timeout_minutes: float = declare(10.0, gt=0, le=10**6, unit="minutes")

@@ -42,7 +42,7 @@ from megaponder.backbone.layer import Kept, Reads, layer_spec
 from megaponder.backbone.moe import Routed
 from megaponder.backbone.parts import parts
 from megaponder.config import disciplines, eslm
-from megaponder.config.recompute import recomputed_layers
+from megaponder.config.recompute import offloaded, recomputed_layers
 from megaponder.config.rules.precision import fp8_alignment
 from megaponder.config.schema import RunConfig
 from megaponder.decoding import freqkv_blocks, moe_options
@@ -126,6 +126,7 @@ class PonderStage(MegatronModule):
             post_process=last,
         )
         self.recomputed = partial(recomputed_layers, cfg, layers=len(self.decoder.layers))
+        self.offloaded = partial(offloaded, cfg)
         self.balance: Balance | None = None
         if (experts := moe_options.read(m.moe)) is not None:
             mixtures = [(int(layer.layer_number) - 1, layer.mlp) for layer in self.decoder.layers]
@@ -403,7 +404,8 @@ class PonderStage(MegatronModule):
                     # non-reentrant, with carried tensors as explicit inputs and outputs: gradients stay exact
                     carried = (*before, *earlier.sources())
                     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-                    x, left, made, routed = again(run, x, riders, *carried)
+                    with self.kept_in_main_memory(p.index):  # what `checkpoint` keeps: these inputs
+                        x, left, made, routed = again(run, x, riders, *carried)
                 else:
                     x, left, made, routed = run(x, riders, *before, *earlier.sources())
                 if self.balance is not None:  # not in `run`, which counts a recomputed layer twice
@@ -416,6 +418,12 @@ class PonderStage(MegatronModule):
             x = into_coda(x)
         read_out = p.last and self.groups.is_last_stage
         return (x if own is None else own.scatter(x, flow.rows)), out, () if read_out else earlier.left()
+
+    def kept_in_main_memory(self, pass_index: int) -> AbstractContextManager[Any]:
+        """Where what is saved for the backward of this pass moves, if it does."""
+        if not self.offloaded(pass_index):
+            return nullcontext()
+        return torch.autograd.graph.save_on_cpu(pin_memory=self.groups.device.type == "cuda")
 
     def _into_core(self, p: Pass, x: Tensor, hook: Hook) -> Tensor:
         with self._gradients(p, begins=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -84,6 +84,8 @@ class Plan:
     gpu_memory_gib: float
     gives_graphs_up: bool
     """Captured passes would not fit, and `precision.cuda_graphs: auto` runs them eagerly."""
+    main_memory: int
+    """Bytes of main memory for each rank, where activations move there (`parallel.offload_passes`)."""
     zero: tuple[ByStage, ...]
     """With DeepSpeed: every stage."""
     savings: tuple[Change, ...]
@@ -158,6 +160,8 @@ def build_plan(cfg: RunConfig, method: Any, facts: MethodFacts, world_size: int,
     memory = tuple(rank_memory(settled, facts, passes, world_size, stage, own, te) for stage in stages)
     fits = max(stage.total for stage in memory) <= room
     peak = cfg.logging.peak_tflops or gpu.bf16_tflops
+    here = replace(settled, parallel=replace(par, offload_passes=0))
+    whole = [rank_memory(here, facts, passes, world_size, stage, own, te) for stage in stages]
     return Plan(
         layout=Layout(
             world_size=world_size,
@@ -187,6 +191,7 @@ def build_plan(cfg: RunConfig, method: Any, facts: MethodFacts, world_size: int,
         peak_tflops=peak,
         gpu_memory_gib=gpu.memory_gib,
         gives_graphs_up=settled is not cfg,
+        main_memory=max(a.activations - b.activations for a, b in zip(whole, memory, strict=True)),
         zero=_by_stage(settled, facts, passes, world_size, own, te),
         savings=() if fits else savings(cfg, facts, passes, world_size, room, own, te),
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 
 from megaponder.config.in_flight import in_flight, largest_sum
 from megaponder.config.method_facts import MethodFacts, OwnParameters, PassLike
-from megaponder.config.recompute import recomputed_layers
+from megaponder.config.recompute import offloaded, recomputed_layers
 from megaponder.config.rules.layout import choose_group
 from megaponder.config.schema import ParallelConfig, PrecisionConfig, RunConfig
 from megaponder.config.stages import run_in, stage_range
@@ -103,6 +103,8 @@ def rank_memory(
         first = own_layers[: recomputed_layers(cfg, p.index, layers)]
         run, recomputed = (run_in(part, _trained_layers(facts, p)) for part in (own_layers, first))
         kept = _pass_activations(cfg, tokens * p.slots, run, recomputed, te, read, share)
+        if offloaded(cfg, p.index):
+            kept -= recomputed * layer_input(cfg, tokens * p.slots)
         # the outputs of a captured pass have a place of their own; what enters the core stays for its later passes
         held_back = facts.core is not None and stage == 0 and p.index == 0
         kept += layer_input(cfg, tokens * p.slots) * ((not p.grad and _captured(cfg, te)) + held_back)
@@ -243,6 +245,7 @@ def _captured(cfg: RunConfig, te: bool) -> bool:
     """Whether the plan's GPU would run passes as CUDA graphs."""
     overlap = cfg.parallel.overlap_grad_reduce or cfg.parallel.overlap_param_gather
     eager = overlap or cfg.parallel.context > 1 or bool(cfg.model.moe) or cfg.zero is not None
+    eager = eager or cfg.parallel.offload_passes > 0
     return te and bool(cfg.precision.cuda_graphs) and not eager
 
 

@@ -206,6 +206,8 @@ def print_plan(cfg: RunConfig, plan: Plan, console: Console) -> None:
         how = "mean over steps of 3 x forward" if varies else "3 x forward"
     console.print(f"training: needed {si(plan.needed)} a token ({how}){again}", end="\n\n")
     _show(console, memory_table(plan))
+    if plan.main_memory:
+        console.print(f"and in the main memory of a rank: {plan.main_memory / GIB:.2f} GiB of activations")
     if plan.zero:
         console.print()
         _show(console, zero_table(plan))

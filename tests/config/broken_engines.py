@@ -37,6 +37,7 @@ ENGINES: list[Broken] = [
             ("precision__grad_accum_fusion", True, "use auto"),
             ("optimizer__kind", "muon", "use adamw"),
             ("faults__in_process_restarts", 1, "use 0"),
+            ("parallel__offload_passes", 1, "use 0"),
             ("optimizer__ema_decay", 0.99, "use 0; megaponder average averages checkpoints"),
         )
     ),

@@ -323,13 +323,13 @@ LAYOUTS = {
         batch=1, deep=True, every=False, sample=REPRESENTATIVES + DOCUMENTS, evaluate=True, documents=True
     ),
     "one-batch4-recompute": Layout(batch=4, recompute="layer", every=False),
-    "one-recompute-some": Layout(recompute="layer", parts=1, every=False, sample=FEW),
+    "one-recompute-some": Layout(recompute="layer", parts=1, offload=True, every=False, sample=FEW),
     "tp2": Layout(tensor=2, every=False, sample=FEW),
     "tp2-sp": Layout(tensor=2, sequence=True, batch=4, evaluate=True),
-    "tp2-sp-recompute": Layout(tensor=2, sequence=True, recompute="layer", every=False),
+    "tp2-sp-recompute": Layout(tensor=2, sequence=True, recompute="layer", offload=True, every=False),
     "pp2": Layout(pipeline=2, deep=True),
     "pp2-batch1": Layout(pipeline=2, batch=1, every=False, sample=FEW),
-    "pp2-recompute": Layout(pipeline=2, recompute="layer", every=False),
+    "pp2-recompute": Layout(pipeline=2, recompute="layer", offload=True, every=False),
     "dp2": Layout(data=2, every=False, sample=FEW),
     "dp2-overlap": Layout(data=2, batch=1, overlap=True, every=False),
     "dp2-distopt-overlap": Layout(data=2, batch=1, distributed_optimizer=True, overlap=True, every=False, methods=True),
@@ -448,6 +448,7 @@ def run_config(case: Case, layout: Layout) -> RunConfig:
         recompute=layout.recompute,  # type: ignore[arg-type]
         recompute_layers=layout.parts,
         recompute_passes=None if case.method in TRUNCATED else layout.parts,
+        offload_passes=int(layout.offload and case.method not in TRUNCATED),
     )
     return resolve(cfg)
 

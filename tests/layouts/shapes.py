@@ -41,6 +41,8 @@ class Layout:
     recompute: str = "none"
     parts: int | None = None
     """Layers of a stage, and passes, that are recomputed; None: all."""
+    offload: bool = False
+    """What the first pass keeps lies in main memory."""
     deep: bool = False
     """Cases with more than two layers run here too."""
     every: bool = True

@@ -47,6 +47,7 @@ def deepspeed_lacks(c: Case) -> None:
         ("train.method_only_steps", cfg.train.method_only_steps, 0, "use 0"),
         ("train.only", cfg.train.only, [], "use []"),
         ("checkpoint.local", cfg.checkpoint.local, None, "leave it out"),
+        ("parallel.offload_passes", cfg.parallel.offload_passes, 0, "use 0"),
         ("faults.in_process_restarts", cfg.faults.in_process_restarts, 0, "use 0"),
     )
     for field, value, legal, fix in wanted:

@@ -197,6 +197,24 @@ def recompute_names_layers_and_passes(c: Case) -> None:
             require(value <= most, field, value, f"there are {most} {of}", f"the nearest is {most}")
 
 
+def offload_follows_recompute(c: Case) -> None:
+    """What lies in main memory is what recomputed layers keep; a pass that is captured cannot put it there."""
+    p, name = c.cfg.parallel, "parallel.offload_passes"
+    if not p.offload_passes:
+        return
+    rule = "only the inputs of recomputed layers are kept in main memory"
+    require(p.recompute == "layer", name, p.offload_passes, rule, "set parallel.recompute: layer, or use 0")
+    most = p.recompute_passes or c.facts.max_passes
+    rule = f"the layers of {most} passes are recomputed"
+    require(p.offload_passes <= most, name, p.offload_passes, rule, f"the nearest is {most}")
+    rule = f"it counts passes from the first, which {c.cfg.ponder.method} runs without gradient"
+    all_of_them = p.offload_passes == c.facts.max_passes
+    require(not c.facts.free_passes or all_of_them, name, p.offload_passes, rule, f"use {c.facts.max_passes}, or 0")
+    rule = "passes that are captured as CUDA graphs keep everything on the GPU"
+    graphs = c.cfg.precision.cuda_graphs
+    require(graphs is not True, "precision.cuda_graphs", graphs, rule, "use auto, or parallel.offload_passes: 0")
+
+
 def gloo_keeps_outputs(c: Case) -> None:
     """gloo still reads a sent tensor after the send has been posted: freeing it corrupts the numbers silently."""
     on_cpu = c.machine is not None and c.machine.device == "cpu"
@@ -228,5 +246,6 @@ RULES: tuple[Rule, ...] = (
     overlap_needs_all_gradients,
     skipping_needs_halting,
     recompute_names_layers_and_passes,
+    offload_follows_recompute,
     gloo_keeps_outputs,
 )
