@@ -1,6 +1,6 @@
 """Upcycling in its four stages on three kinds of text, beside a dense model that goes on for the same FLOPs.
 
-    python -m benchmarks.upcycle --corpus CORPUS --parallel 5 --minutes 10
+    python -m benchmarks.upcycle --corpus CORPUS --parallel 4
     python -m benchmarks.upcycle --corpus CORPUS --size tiny --tokens 2048     (two CPU cores, some minutes)
 
 A vanilla model sees half of the tokens of its size in `benchmarks.study`.  Then, from its weights: a copy for each kind

@@ -14,11 +14,10 @@ from megaponder.config.load import dump
 from megaponder.config.schema import ParallelConfig, PrecisionConfig
 from megaponder.errors import ConfigError, UserError
 from megaponder.export.import_config import start_config
-from megaponder.export.save import refuse_taken
 from megaponder.ponder.settings import check_shape
 from megaponder.upcycle import slices as cutting
 from megaponder.upcycle.record import Record, of_checkpoint
-from megaponder.upcycle.save import save
+from megaponder.upcycle.save import refuse_existing, save
 from megaponder.upcycle.split import _NORM, _PLAIN_NORM
 
 SHARED = "shared"
@@ -58,7 +57,7 @@ def merge(mixture: str | Path, out: str | Path, take: str = SHARED) -> Merged:
     factor = record.factors[0 if take == SHARED else 1]
     if not factor:
         raise UserError(f"{mixture}: its experts were damped to 0, so {take} is lost; use --take {SHARED}.")
-    refuse_taken(out / "checkpoints", force=False)
+    refuse_existing(out)
     stored, k = Stored(path), record.slices
     found: dict[str, Tensor] = {}
     for name in stored.tensors:

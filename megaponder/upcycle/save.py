@@ -9,9 +9,16 @@ from torch import Tensor
 
 from megaponder.checkpoint.state import TrainState
 from megaponder.config.schema import RunConfig
+from megaponder.errors import UserError
 from megaponder.export.reference import one_process
 from megaponder.export.save import save_tensors
 from megaponder.upcycle.record import Record
+
+
+def refuse_existing(out: Path) -> None:
+    """UserError for a run folder that is there already."""
+    if (out / "checkpoints").exists() or (out.exists() and not out.is_dir()):
+        raise UserError(f"--out = {out}: it exists already; choose another folder.")
 
 
 def save(out: Path, cfg: RunConfig, tensors: dict[str, Tensor], record: Record | None) -> Path:

@@ -26,12 +26,11 @@ from megaponder.config.load import dump
 from megaponder.config.schema import ParallelConfig, PrecisionConfig, RunConfig
 from megaponder.errors import ConfigError, UserError
 from megaponder.export.import_config import start_config
-from megaponder.export.save import refuse_taken
 from megaponder.ponder.settings import check_shape, initialisation, method_of
 from megaponder.upcycle import slices as cutting
 from megaponder.upcycle.dense import MATRICES, Dense, matrices, refuse_other_shape, refuse_other_weights
 from megaponder.upcycle.record import INITS, Record
-from megaponder.upcycle.save import save
+from megaponder.upcycle.save import refuse_existing, save
 
 NOT_BUILT = {
     "delta": "experts that carry the difference of two MLPs need twice the width, as the difference is no single MLP",
@@ -80,7 +79,7 @@ def split(
     copies = [Dense(name, path) for name, path in experts.items()]
     for copy in copies:
         refuse_other_shape(dense, copy)
-    refuse_taken(out / "checkpoints", force=False)
+    refuse_existing(out)
     cfg = mixture_config(dense.config, len(copies), slices, out)
     neurons = dense.config.model.ffn_size or 0
     if slices > neurons:

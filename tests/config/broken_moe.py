@@ -92,7 +92,7 @@ MOE: list[Broken] = [
     labels("train.disciplines", "there are no experts without model.moe; use {}", {"a": []}, model__moe={}),
     labels("train.disciplines.weight", "at least 0; use 0.01", {"a": [], "b": [], "c": [], "d": []}, weight=-1.0),
     labels("train.disciplines.data", "it must name the datasets", {"a": "data/a"}),
-    labels("train.disciplines.data", "2 disciplines have 4 of the 8 experts; name 4 of them", {"a": [], "b": []}),
+    labels("train.disciplines.data", "those named have 4 of the 8; name 4 of them", {"a": [], "b": []}),
     labels("train.disciplines.data.b", "it is a dataset of a, too", {"a": ["x"], "b": ["x.bin"], "c": [], "d": []}),
     only("train.only", "every layer needs something that is trained", ["embeddings"]),
     only("train.only", "groups are attention, norms, mlp,", ["mpl"]),

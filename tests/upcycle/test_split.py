@@ -230,6 +230,7 @@ WRONG = {
     "--experts art={root}/art art={root}/law": "art is named twice",
     "--experts base={root}/art": "is not base or shared",
     "--experts art={root}/average": "it has experts already",
+    "--experts law={root}/law --out {root}/average": "average: it exists already; choose another folder",
     "--experts art={root}/nothing": "There is no checkpoint or run folder",
 }
 
@@ -239,7 +240,8 @@ def test_mistakes_are_one_sentence(models: Models, capsys: pytest.CaptureFixture
     for words, said in WRONG.items():
         given = words.format(root=models.root).split()
         experts = [] if "--experts" in words else ["--experts", f"art={models.root / 'art'}"]
-        end = ["--base", str(models.root / "base"), "--out", str(models.root / "x"), *experts]
+        out = [] if "--out" in words else ["--out", str(models.root / "x")]
+        end = ["--base", str(models.root / "base"), *out, *experts]
         assert main(["upcycle", "split", *given, *end]) == 2
         found = capsys.readouterr().err
         assert said in found and found.count("\n") == 1, (words, found)

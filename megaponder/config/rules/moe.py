@@ -86,11 +86,10 @@ def disciplines_have_experts(c: Case) -> None:
     rule = "it must name the datasets of each discipline"
     require(legal and bool(data), f"{name}.data", data, rule, "for example {math: [data/math]}")
     assert o is not None and isinstance(data, dict)
-    rule = f"with model.moe.top_k = {o.top_k} experts each, {len(data)} disciplines have {len(data) * o.top_k} of the "
-    rule += f"{o.experts} experts"
+    rule = f"with model.moe.top_k = {o.top_k} experts each, those named have {len(data) * o.top_k} of the {o.experts}"
     fix = f"name {o.experts // o.top_k} of them, in the order of their experts (an empty list: no dataset)"
     require(len(data) * o.top_k == o.experts, f"{name}.data", list(data), rule, fix)
-    there = [_prefix(str(item)) for item in c.cfg.data.train]
+    there = [_prefix(item) for item in c.cfg.data.train if isinstance(item, str)]
     seen: dict[str, str] = {}
     for discipline, paths in data.items():
         for path in map(_prefix, paths):
