@@ -236,7 +236,6 @@ def figure(found: dict[str, dict[str, Any]], path: Path) -> None:
     for axis, kind in zip(axes, ("domain", "general", "answers"), strict=True):
         values = [r[kind] for r in found.values()]
         axis.bar(list(found), values, color=["0.6", "C0", "C0", "C1", "C1", "C1"][: len(values)])
-        axis.set_ylim(0.9 * min(values), 1.02 * max(values))
         axis.set_title(f"held-out loss: {kind}", fontsize=9)
         axis.tick_params(axis="x", labelrotation=45, labelsize=7)
     drawn.tight_layout()
