@@ -140,7 +140,7 @@ def _cooling(cfg: RunConfig, state: TrainState, cooldown: int) -> RunConfig:
         cfg,
         optimizer=replace(cfg.optimizer, lr=rate),
         schedule=schedule,
-        train=replace(cfg.train, steps=total, tokens=None),
+        train=replace(cfg.train, steps=total, tokens=None, epochs=None),
     )
 
 

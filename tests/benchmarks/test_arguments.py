@@ -34,6 +34,7 @@ SCRIPTS = (
     "serving",
     "training",
     "transfer",
+    "upcycle",
 )
 
 REFUSED = {
@@ -52,6 +53,7 @@ REFUSED = {
     "budgets adaponderlm 0.6 --data nope --steps 9": "--steps: 9: it must be at least 250; use 250",
     "documents --corpus nope": "there is no train.jsonl",
     "domain --corpus nope": "there is no train.jsonl",
+    "upcycle --corpus nope": "there is no train.jsonl",
     "documents --corpus nope --length 1": "--length: 1: it must be at least 2; use 2",
     "gentle_start --corpus nope": "there is no train.jsonl",
     "gentle_start --corpus nope --kinds nothing": "there is no such choice",

@@ -10,8 +10,12 @@ import pytest
 from safetensors.torch import load_file
 
 from megaponder.checkpoint import folder
+from megaponder.checkpoint.state import TrainState
 from megaponder.checkpoint.weights import load_weights
 from megaponder.cli.main import main
+from megaponder.config.load import from_mapping
+from megaponder.config.resolve import resolve
+from megaponder.training.branch import _cooling
 from tests.training.conftest import Base, run
 
 ROWS = ("loss", "grad_norm", "learning_rate", "sequences", "tokens")
@@ -44,6 +48,12 @@ def test_a_branch_goes_on_as_the_run_did_or_cools_down(base: Base, capsys: pytes
     np.testing.assert_allclose([rows[s]["learning_rate"] for s in range(4, 8)], rate * np.array([0.75, 0.5, 0.25, 0]))
     # the data are those of the run: the first step's loss does not depend on its own rate
     assert rows[4]["loss"] == whole[4]["loss"] and rows[7]["loss"] != whole[7]["loss"]
+
+
+def test_a_cooldown_replaces_any_budget() -> None:
+    cfg = resolve(from_mapping({"model": {"preset": "llama-tiny"}, "train": {"steps": 8, "tokens": 9, "epochs": 2}}))
+    train = _cooling(cfg, TrainState(step=3, sequences=12, tokens=0), 4).train
+    assert (train.steps, train.tokens, train.epochs) == (7, None, None)
 
 
 @pytest.mark.parametrize(
