@@ -27,7 +27,8 @@ def write(folder: Path, rank: int) -> Path | None:
     """Write what was recorded into `folder`; None where this PyTorch has no recorder."""
     from torch._C import _distributed_c10d as bindings
 
-    name = "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace"
+    over_nccl = dist.is_initialized() and dist.get_backend() == "nccl"  # a hang may have ended with the groups
+    name = "_dump_nccl_trace" if over_nccl else "_dump_fr_trace"
     if not hasattr(bindings, name):
         return None
     path = folder / f"{PREFIX}{rank}"  # as the watchdog names it

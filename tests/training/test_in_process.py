@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megaponder.errors import UserError
 from megaponder.monitor.jsonl import read
-from megaponder.training import in_process
+from megaponder.training import flight_recorder, in_process
 from tests.distributed import Workers
 from tests.training.conftest import Base
 from tests.training.test_resume import assert_overlays
@@ -23,6 +24,11 @@ def test_without_the_extension_it_is_a_sentence(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(__import__("sys").modules, "nvidia_resiliency_ext", None)
     with pytest.raises(UserError, match=r"pip install 'megaponder\[resilience\]', or use 0"):
         in_process.library()
+
+
+def test_collectives_are_written_when_the_groups_are_gone(tmp_path: Path) -> None:
+    path = flight_recorder.write(tmp_path, 3)
+    assert path is None or (path.name == "collectives_3" and path.is_file())
 
 
 def restarted(base: Base, fault: str) -> Workers:
