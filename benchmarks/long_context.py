@@ -1,6 +1,7 @@
 """What FreqKV gives on texts far longer than the window a model was trained with, beside position interpolation.
 
     python -m benchmarks.long_context --corpus CORPUS                  one GPU, about five minutes
+    python -m benchmarks.long_context --corpus CORPUS --size 2x64      two CPU cores, some minutes
     python -m benchmarks.long_context --corpus CORPUS --size tiny      two CPU cores, two minutes: it only runs
 
 A Llama of bytes is trained on windows of W bytes, exported to transformers' format and imported from there.  From these
@@ -115,16 +116,16 @@ def run(
 
     Nothing is done twice.
     """
-    from megaponder.export import reference
+    from megaponder.checkpoint import restore
 
     found: list[Any] = []
     for road in roads(size, longest):
         done = work / result_of(road)
         if not done.exists():
-            model, state = started(work, windows or size, batch, cuda)
+            model, start = started(work, windows or size, batch, cuda)
             say(f"  {road.name}, texts of {road.length}")
             cfg, engine = engine_of(size, road, replace(model, max_positions=longest), cuda)
-            reference.load(engine.stage, state)
+            restore.load(start, engine.stage)  # as `checkpoint.load` does
             told = {"road": road.name, "length": road.length}
             told["seconds"] = train(engine, cfg, batch, size.steps // 2, size, falls=True)
             partial = done.with_suffix(".partial")

@@ -45,6 +45,7 @@ class Size:
 
 SIZES = {
     "6x256": Size(6, 256, 8, 256, 8192, 65536, 600, 48, 48_000_000),
+    "2x64": Size(2, 64, 4, 64, 2048, 4096, 200, 24, 8_000_000, 3e-3),
     "tiny": Size(2, 32, 2, 32, 256, 1024, 8, 2, 300_000),
 }
 
@@ -136,10 +137,10 @@ def exported(folder: Path, cfg: RunConfig, engine: Any) -> Path:
     return folder / "hf"
 
 
-def started(folder: Path, size: Size, batch: Batch, cuda: bool) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """A Llama trained on windows, exported and imported: what lies in the folder, if it does."""
-    from megaponder.checkpoint.folder import published
-    from megaponder.inference.heldout import read_model
+def started(folder: Path, size: Size, batch: Batch, cuda: bool) -> tuple[ModelConfig, Path]:
+    """A Llama trained on windows, exported and imported, and its checkpoint: what lies in the folder, if it does."""
+    from megaponder.checkpoint.folder import final, published
+    from megaponder.checkpoint.weights import read_config
 
     if not published(folder / "imported" / "checkpoints"):
         say(f"  windows of {size.window}")
@@ -150,8 +151,8 @@ def started(folder: Path, size: Size, batch: Batch, cuda: bool) -> tuple[ModelCo
             raise UserError(f"{hf} is not in the format of transformers' Llama.")
         shutil.rmtree(folder / "imported", ignore_errors=True)
         command("import", hf, folder / "imported")
-    cfg, state = read_model(folder / "imported")
-    return cfg.model, state
+    path = final(folder / "imported" / "checkpoints", 0)
+    return read_config(path).model, path
 
 
 def cached(hf: Path, ids: Tensor, step: int, device: str) -> tuple[Tensor, dict[int, int]]:
