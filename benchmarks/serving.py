@@ -111,6 +111,7 @@ def checkpoint(method: str, family: str, run: Path) -> None:
 @torch.no_grad()
 def expected(path: Path, prompts: list[list[int]]) -> tuple[list[np.ndarray], list[list[int]], float]:
     """Log-probabilities [n, V], greedy ids, and the largest difference of the export from itself, token by token."""
+    from megaponder.decoding.model import CACHE_FIELD
     from megaponder.export.load import load_folder
 
     model, rows, texts, own = load_folder(path), [], [], 0.0
@@ -121,8 +122,8 @@ def expected(path: Path, prompts: list[list[int]]) -> tuple[list[np.ndarray], li
         texts.append(text[0, len(prompt) :].tolist())
         cache, steps = None, []
         for i in range(len(prompt)):
-            step = model(ids[:, i : i + 1], past_key_values=cache, use_cache=True)
-            cache = step["cache" if "cache" in step else "past_key_values"]
+            step = model(ids[:, i : i + 1], use_cache=True, **{CACHE_FIELD: cache})
+            cache = step[CACHE_FIELD]
             steps.append(step.logits[0].double().log_softmax(-1).numpy())
         own = max(own, float(np.abs(np.concatenate(steps) - rows[-1]).max()))
     return rows, texts, own

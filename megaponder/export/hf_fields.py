@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterator
 from typing import Any
 
+from megaponder.config.fields import nearest
 from megaponder.config.model import SCALINGS
 from megaponder.config.schema import ModelConfig
 from megaponder.errors import UserError
@@ -195,8 +195,8 @@ def _rope(hf: dict[str, Any], form: Format, where: str) -> tuple[dict[str, Any],
         _take_rotary(rope, f"{name}.", hf, form, where, found)
         if rope:
             legal = ["rope_type", *ROTARY, *(key for keys in SCALINGS.get(kind, ()) for key in keys)]
-            near = difflib.get_close_matches(min(rope), legal, 1)
-            meant = f"; did you mean {near[0]}" if near else ""
+            near = nearest(min(rope), legal)
+            meant = f"; did you mean {near}" if near else ""
             raise UserError(f"{where}: {name} has {min(rope)}, which is unknown, so its effect would be lost{meant}.")
     repeated = {name: hf.pop(name) for name in ROTARY if name in hf and name not in form.taken and form.rotary}
     _take_rotary(repeated, "", hf, form, where, found)

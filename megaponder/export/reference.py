@@ -114,6 +114,17 @@ def engine_logits(engine: Engine, ids: Tensor, tolerance: float) -> tuple[Tensor
     return once, exact
 
 
+def checkpoint_logits(
+    cfg: RunConfig, state: dict[str, Tensor], prompts: list[Tensor], tolerance: float
+) -> list[tuple[Tensor, Tensor]]:
+    """`engine_logits` of a state, whose engine has left memory afterwards."""
+    with engine(cfg, state) as built:
+        found = [engine_logits(built, ids, tolerance) for ids in prompts]
+    del built
+    gc.collect()
+    return found
+
+
 @torch.no_grad()
 def export_logits(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
     """FP32 logits [b, n, V] of a transformers model: in one forward, and with its cache over the last tokens.

@@ -244,8 +244,7 @@ def check(cfg: RunConfig, state: dict[str, Tensor], path: Path, name: Path, tole
     from megaponder.export.load import load_folder
 
     prompts = reference.prompts(cfg)
-    with reference.engine(cfg, state) as engine:
-        want = [reference.engine_logits(engine, ids, tolerance) for ids in prompts]
+    want = reference.checkpoint_logits(cfg, state, prompts, tolerance)
     model = load_folder(path)
     got = [reference.export_logits(model, ids) for ids in prompts]
     return reference.agree(name, want, got, tolerance)

@@ -201,13 +201,13 @@ def write(name: str, out: Path, seed: int = 0, **save: Any) -> Any:
     return make(cls(config()), out, seed, **save)
 
 
-def make(model: Any, out: Path, seed: int = 0, **save: Any) -> Any:
+def make(model: Any, out: Path, seed: int = 0, std: float = 0.2, **save: Any) -> Any:
     """The same for a model of transformers."""
     model.eval()
     generator = torch.Generator().manual_seed(seed)
     for key, parameter in model.named_parameters():
         norm = parameter.dim() == 1 and key.endswith("weight")
-        parameter.data = norm + 0.2 * torch.randn(parameter.shape, generator=generator)
+        parameter.data = norm + std * torch.randn(parameter.shape, generator=generator)
     model.tie_weights()
     model.save_pretrained(out, **save)
     return model

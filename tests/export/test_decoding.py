@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from megaponder.decoding.model import CACHE_FIELD
 from megaponder.export.modeling_megaponder import MegaponderConfig, MegaponderForCausalLM
 from tests.export.models import FAMILIES, HALTING, LATENT, METHODS, PASSES, ids, model
 from tests.layouts.cases import WHOLE
@@ -29,7 +30,7 @@ def test_cached_logits_equal_whole_forward(family: str, method: str) -> None:
     net, tokens = model(family, method), ids(2, 9)
     whole = net(tokens, use_cache=False, **EXACT).logits
     first = net(tokens[:, :4], use_cache=True, **EXACT)
-    cache, steps = first[_cache_name(first)], [first.logits]
+    cache, steps = first[CACHE_FIELD], [first.logits]
     for cut in (slice(4, 5), slice(5, 8), slice(8, 9)):  # single tokens and a chunk
         steps.append(net(tokens[:, cut], cache=cache).logits)
     close(torch.cat(steps, dim=1), whole)
@@ -38,10 +39,6 @@ def test_cached_logits_equal_whole_forward(family: str, method: str) -> None:
         assert len(cache.layers) == 0 and cache.slots.used == cache.slots.depths().sum() < 2 * 9 * PASSES[method]
     else:
         assert len(cache.layers) == 2 * PASSES.get(method, 1)
-
-
-def _cache_name(output: object) -> str:
-    return "cache" if "cache" in output else "past_key_values"  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("family,method", ALL)
@@ -95,7 +92,7 @@ def test_generation_goes_on_from_a_cache() -> None:
     common = dict(do_sample=False, pad_token_id=0, eos_token_id=None)
     whole = net.generate(tokens, max_new_tokens=6, **common)
     first = net.generate(tokens, max_new_tokens=3, return_dict_in_generate=True, **common)
-    name = _cache_name(first)
+    name = CACHE_FIELD
     again = net.generate(first.sequences, max_new_tokens=3, **{name: first[name]}, **common)
     assert torch.equal(again, whole)
 
@@ -104,7 +101,7 @@ def test_generation_goes_on_from_a_cache() -> None:
 def test_cropped_cache_forgets_tokens() -> None:
     net, tokens = model("llama", "pause"), ids(1, 6)
     output = net(tokens, use_cache=True)
-    cache = output[_cache_name(output)]
+    cache = output[CACHE_FIELD]
     cache.crop(-2)
     close(net(tokens[:, 4:], cache=cache).logits, output.logits[:, 4:])
 

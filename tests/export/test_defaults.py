@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from megaponder.export import configs, native
 from megaponder.export.formats import FORMATS
 from megaponder.export.import_config import run_config
 from megaponder.export.kept import ENDS
+from megaponder.export.load import load_folder
 from megaponder.export.names import to_plain as of_stage
 from megaponder.export.names import to_stage
 from megaponder.export.plain import to_plain
@@ -82,7 +85,7 @@ def test_a_small_default_comes_back(kind: str, tmp_path: Path) -> None:
     round_trip(hf_models.make(model, tmp_path / "hf"), tmp_path)
 
 
-@pytest.mark.skipif(not WHOLE, reason="reads and writes up to 15 GB")
+@pytest.mark.skipif(not WHOLE, reason="reads and writes up to 11 GB, and takes as much memory")
 @pytest.mark.parametrize("kind", FORMATS)
 def test_the_default_comes_back(kind: str, tmp_path: Path) -> None:
     """In full, but for the vocabulary of the wide ones."""
@@ -91,10 +94,15 @@ def test_the_default_comes_back(kind: str, tmp_path: Path) -> None:
         config = default(kind, **FEW_IDS)
     with torch.device("meta"):
         size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-    if (need := 5 * 4 * size) > psutil.virtual_memory().available:
+    # most at once: a state, the engine's own copy of it and its gradients; the source lies in the mapped file
+    if (need := 3 * 4 * size) > psutil.virtual_memory().available - 2e9:
         pytest.skip(f"it takes {need / 1e9:.0f} GB of memory")
-    model = getattr(transformers, FORMATS[kind].architecture)(config)
-    round_trip(hf_models.make(model, tmp_path / "hf"), tmp_path)
+    # projections as large as those of the small models: with larger ones attention picks one key, and rounding decides
+    std = 0.2 * min(1.0, (64 / config.hidden_size) ** 0.5)
+    hf_models.make(getattr(transformers, FORMATS[kind].architecture)(config), tmp_path / "hf", std=std)
+    gc.collect()  # what was made is in the folder alone
+    round_trip(load_folder(tmp_path / "hf"), tmp_path)
+    shutil.rmtree(tmp_path)
 
 
 SCALINGS: list[dict[str, Any]] = [

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from megaponder.decoding.model import CACHE_FIELD
 from megaponder.errors import UserError
 from megaponder.export.to_hf import export
 from megaponder.inference.batching import DepthBatch
 from tests.export import checkpoints
 from tests.export.models import HALTING, ids, model
-from tests.export.test_decoding import EXACT, _cache_name, close, kept_and_recomputed
+from tests.export.test_decoding import EXACT, close, kept_and_recomputed
 from tests.layouts.cases import WHOLE
 from tests.tolerance import PARITY, RTOL
 
@@ -52,7 +53,7 @@ def test_cached_batched_and_padded_logits_equal_whole_forwards(name: str) -> Non
     assert {k: v.shape for k, v in plain.state_dict().items()} == {k: v.shape for k, v in net.state_dict().items()}
 
     first, other = (x(tokens[:, :4], use_cache=True, **EXACT) for x in (net, plain))
-    cache, like = first[_cache_name(first)], other[_cache_name(other)]
+    cache, like = first[CACHE_FIELD], other[CACHE_FIELD]
     steps = [first.logits]
     for cut in (slice(4, 5), slice(5, 8), slice(8, 9)):  # single tokens and a chunk
         steps.append(net(tokens[:, cut], cache=cache).logits)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megaponder.config.load import from_mapping
+from megaponder.decoding.model import CACHE_FIELD
 from megaponder.errors import ConfigError
 from megaponder.ponder.base import Shape
 from megaponder.ponder.registry import build_method
@@ -34,7 +35,7 @@ def test_exits_of_ouro_save_loops() -> None:
     assert 1 <= float(whole.depths.min()) < float(whole.depths.max()) <= 3
     assert sum(seen) == 2 * int(whole.depths.sum()) < 2 * 3 * tokens.numel()
     first = net(tokens[:, :4], use_cache=True)
-    rest = net(tokens[:, 4:], cache=first["cache" if "cache" in first else "past_key_values"])
+    rest = net(tokens[:, 4:], cache=first[CACHE_FIELD])
     got = torch.cat([first.logits, rest.logits], dim=1)
     torch.testing.assert_close(got, whole.logits, rtol=0, atol=PARITY * float(got.abs().max()))
     exact = models.model("llama", "ouro")(tokens[:, :1], use_cache=False).logits
@@ -61,7 +62,7 @@ def test_exits_of_huginn_save_recurrences() -> None:
     stopped = net(tokens, exit_below=1e9, use_cache=True, output_depths=True)
     assert len(seen) == 2 and int(stopped.depths.max()) == 1  # a layer of the prelude, one of the core
     torch.testing.assert_close(stopped.logits, one)
-    cache = stopped["cache" if "cache" in stopped else "past_key_values"]
+    cache = stopped[CACHE_FIELD]
     assert len(cache.layers) == 2 and cache.depths().max() == 1  # what did not run takes no memory
     going = net(tokens[:, :1], cache=cache, output_depths=True)  # runs all three, over what is there
     assert int(going.depths.max()) == 3 and going.logits.isfinite().all()
@@ -83,7 +84,7 @@ def test_criteria_of_huginn(by: str) -> None:
     whole = net(tokens, use_cache=False).logits
     never = dict(exit_by=by, exit_below=9.0 if by == "likeliest" else 1e-30)
     first = net(tokens[:, :4], use_cache=True, **never)
-    rest = net(tokens[:, 4:], cache=first["cache" if "cache" in first else "past_key_values"], **never)
+    rest = net(tokens[:, 4:], cache=first[CACHE_FIELD], **never)
     got = torch.cat([first.logits, rest.logits], dim=1)
     torch.testing.assert_close(got, whole, rtol=0, atol=PARITY * float(whole.abs().max()))
     steps = [net(tokens, passes=r, use_cache=False).logits for r in range(1, 7)]

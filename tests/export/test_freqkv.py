@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megaponder.config.model import FAMILIES
+from megaponder.decoding.model import CACHE_FIELD
 from megaponder.errors import UserError
 from megaponder.export.configs import what_is_lost
 from megaponder.export.formats import FORMATS
@@ -19,7 +20,7 @@ from megaponder.inference.batching import DepthBatch
 from megaponder.inference.generate import longest_text
 from tests.export import checkpoints
 from tests.export.models import ids, model
-from tests.export.test_decoding import _cache_name, close, kept_and_recomputed
+from tests.export.test_decoding import close, kept_and_recomputed
 from tests.layouts.cases import WHOLE
 from tests.oracles import freqkv as oracle
 from tests.tolerance import PARITY, RTOL
@@ -61,7 +62,7 @@ def test_cached_batched_and_padded_logits_equal_whole_forwards(name: str) -> Non
     plain.freqkv = None
     assert (plain(tokens, use_cache=False).logits - whole).abs().max() > 0.01 * whole.abs().max()
     first = net(tokens[:, :6], use_cache=True)
-    cache, steps = first[_cache_name(first)], [first.logits]
+    cache, steps = first[CACHE_FIELD], [first.logits]
     for begin, end in ((6, 7), (7, 8), (8, 9), (9, 19), (19, 20), (20, LENGTH)):
         steps.append(net(tokens[:, begin:end], cache=cache).logits)
     close(torch.cat(steps, dim=1), whole)
@@ -73,7 +74,7 @@ def test_cached_batched_and_padded_logits_equal_whole_forwards(name: str) -> Non
     close(padded[:1, 4:], alone)
     close(padded[1:], whole[1:])
     first = net(tokens[:, :9], attention_mask=mask[:, :9], use_cache=True)
-    cache = first[_cache_name(first)]
+    cache = first[CACHE_FIELD]
     for begin, end in ((9, 10), (10, 11), (11, 12), (12, 13), (13, LENGTH)):
         step = net(tokens[:, begin:end], attention_mask=mask[:, :end], cache=cache).logits
         close(step[:1], alone[:, begin - 4 : end - 4])
@@ -91,7 +92,7 @@ def test_memory_stays_and_keys_are_compressed_before_they_turn() -> None:
     hook = net.model.layers[0].self_attn.k_proj.register_forward_hook(lambda m, x, y: seen.append(y))
     for i in range(n):
         out = net(tokens[:, i : i + 1], cache=cache, use_cache=True)
-        cache = out[_cache_name(out)]
+        cache = out[CACHE_FIELD]
         assert all(entry.keys.shape[2] <= capacity for entry in cache.layers)
         bytes_of.append(held(cache))
     hook.remove()
@@ -120,7 +121,7 @@ def test_up_to_its_capacity_it_is_the_plain_model_and_never_has_more_parameters(
     caches: list[Any] = [None, None]
     for i in range(8):
         both = [m(tokens[:, i : i + 1], cache=c, use_cache=True) for m, c in zip((net, plain), caches, strict=True)]
-        caches = [out[_cache_name(out)] for out in both]
+        caches = [out[CACHE_FIELD] for out in both]
         assert torch.equal(both[0].logits, both[1].logits)
     assert not torch.allclose(net(ids(2, 12)).logits[:, 8:], plain(ids(2, 12)).logits[:, 8:], rtol=RTOL)
 
@@ -147,7 +148,7 @@ def test_texts_may_be_longer_than_the_positions() -> None:
 def test_a_cache_goes_back_as_far_as_nothing_was_compressed() -> None:
     net, tokens = net_of("plain"), ids(1, 11)
     out = net(tokens, use_cache=True)  # the memory was made before token 8
-    cache = out[_cache_name(out)]
+    cache = out[CACHE_FIELD]
     cache.crop(9)
     close(net(tokens[:, 9:], cache=cache).logits, out.logits[:, 9:])
     with pytest.raises(ValueError, match=r"compressed these tokens .* go back to 9 tokens"):
@@ -158,7 +159,7 @@ def test_what_would_compute_something_else_is_refused() -> None:
     net, tokens = net_of("mixture"), ids(1, 6)
     cache = net(tokens, use_cache=True, passes=1)
     with pytest.raises(ValueError, match="as many passes in every call"):
-        net(tokens[:, :1], cache=cache[_cache_name(cache)])
+        net(tokens[:, :1], cache=cache[CACHE_FIELD])
     with pytest.raises(ValueError, match="generate_batch: pages keep keys as they are"):
         net.init_continuous_batching()
     with pytest.raises(UserError, match="FreqKV cannot be batched by depth"):

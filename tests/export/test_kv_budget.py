@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from megaponder.decoding.model import CACHE_FIELD
 from megaponder.errors import UserError
 from megaponder.export import looped
 from megaponder.export.load import build_model
@@ -47,9 +48,9 @@ def by_token(net: Any, given: list[dict[str, Any]]) -> tuple[torch.Tensor, Any]:
     out: Any = {}
     logits = []
     for word, more in zip(torch.tensor(PUBLIC["ids"]).T[:, :, None], given, strict=True):
-        out = net(word, cache=out.get("cache", out.get("past_key_values")), use_cache=True, **more)
+        out = net(word, cache=out.get(CACHE_FIELD), use_cache=True, **more)
         logits.append(out.logits)
-    return torch.cat(logits, dim=1), out.get("cache", out.get("past_key_values"))
+    return torch.cat(logits, dim=1), out.get(CACHE_FIELD)
 
 
 @torch.no_grad()
@@ -74,7 +75,7 @@ def test_a_prompt_at_once_is_computed_in_full(net: Any) -> None:
     whole, given = net(ids).logits, dict(kv_budget=2, use_cache=True)
     assert torch.equal(net(ids, **given).logits, whole) and torch.equal(net(ids, kv_budget=2).logits, whole)
     first = net(ids[:, :5], **given)
-    rest = net(ids[:, 5:], cache=first.get("cache", first.get("past_key_values")), **given)
+    rest = net(ids[:, 5:], cache=first.get(CACHE_FIELD), **given)
     close(first.logits, whole[:, :5])
     assert 0.001 < float((rest.logits - whole[:, 5:]).abs().max() / whole.abs().max()) < 0.3
     exits = net(ids, exit_by="entropy", exit_below=1e-30, **given)  # the coda reads after every recurrence
@@ -87,8 +88,7 @@ def greedy(net: Any, prompt: list[int], **given: Any) -> tuple[list[int], list[i
     ids = torch.tensor([prompt])
     if len(prompt) > 1:
         out = net(ids[:, :-1], use_cache=True, **given)
-        name = "cache" if "cache" in out else "past_key_values"
-        options[name] = out[name]
+        options[CACHE_FIELD] = out[CACHE_FIELD]
     done = net.generate(ids, return_dict_in_generate=True, **options, **given)
     return done.sequences[0, len(prompt) :].tolist(), done.past_key_values.depths()[0].tolist()
 
@@ -123,7 +123,7 @@ def test_slots_are_as_many_as_the_budget(net: Any) -> None:
     options = {"loops": 3, "threshold": 1 - 1e-7, "skips_loops": True, "kv_budget": 2}
     halting, ids = models.model("llama", "ouro", method_options=options), models.ids(2, 7)
     out = halting(ids, use_cache=True)
-    cache = out.get("cache", out.get("past_key_values"))
+    cache = out.get(CACHE_FIELD)
     assert cache.slots.used == 2 * 14 and cache.depths().tolist() == [[3] * 7] * 2
     for given, words in (
         ({"kv_budget": -1}, "kv_budget = -1: it must be at least 0"),

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megaponder.checkpoint.weights import load_weights
+from megaponder.decoding.model import CACHE_FIELD
 from megaponder.errors import UserError
 from megaponder.export import targets
 from megaponder.export.from_hf import import_hf
@@ -106,10 +107,10 @@ def test_split_loops(share: bool, tmp_path: Path) -> None:
     with torch.no_grad():
         whole, out, steps = net(ids, use_cache=False).logits, {}, []
         for cut in (slice(0, 4), slice(4, 5), slice(5, 9)):
-            out = net(ids[:, cut], use_cache=True, cache=out.get("cache", out.get("past_key_values")))
+            out = net(ids[:, cut], use_cache=True, cache=out.get(CACHE_FIELD))
             steps.append(out.logits)
     assert difference(torch.cat(steps, dim=1), whole) < PARITY
-    held = [x for x in out.get("cache", out.get("past_key_values")).layers if x.keys is not None]
+    held = [x for x in out.get(CACHE_FIELD).layers if x.keys is not None]
     assert len(held) == (2 * 4 if share else 2 * 8)  # loops x layers, or executions
 
 

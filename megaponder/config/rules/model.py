@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 
+from megaponder.config.fields import nearest
 from megaponder.config.model import SCALINGS
 from megaponder.config.rules.case import Case, Rule, nearest_divisor, nearest_multiple, require
 from megaponder.config.rules.depth_attention import RULES as DEPTH_ATTENTION
@@ -73,8 +73,8 @@ def rotary_scaling_is_whole(c: Case) -> None:
     needed, optional = SCALINGS[str(kind)]
     for name, value in values.items():  # before what is missing, which may be there misspelt
         known = (*needed, *optional)
-        near = difflib.get_close_matches(name, known, 1)
-        fix = f"did you mean {near[0]}" if near else "take it out"
+        near = nearest(name, known)
+        fix = f"did you mean {near}" if near else "take it out"
         require(name in known, f"{field}.{name}", value, f"{kind} has only {', '.join(known)}", fix)
     for name in needed:
         require(name in values, field, m.rotary_scaling, f"{kind} needs {name}", f"add {name}")
