@@ -110,6 +110,15 @@ def test_imported_weights_start_methods_with_parameters_of_their_own(imported: P
     assert difference(short[:, 8:], before[:, 8:]) > 0.01
 
 
+def test_an_import_has_names_that_both_implementations_read(imported: Path):
+    """Norms are a part of the projections, as in Transformer Engine; PyTorch's layers map their names to these."""
+    path = folder.final(imported / "imported" / "checkpoints", 0)
+    norms = {n for n in reader.tensors(path) if n.startswith("decoder.layers.0.") and n.endswith("norm_weight")}
+    assert norms == {
+        f"decoder.layers.0.{part}.layer_norm_weight" for part in ("self_attention.linear_qkv", "mlp.linear_fc1")
+    }
+
+
 def test_an_imported_run_folder_points_to_load(imported: Path):
     here = {"run": str(imported / "imported"), "checkpoint__load": None}
     jobs = [job(imported, "x", method) | here for method in ("vanilla", "ponderlm3")]
