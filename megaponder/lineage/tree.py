@@ -4,10 +4,11 @@
     branches: the minimum spanning tree of a family
 
 Training moves weights away from where they are, and what is moved further adds up, so neighbours in the spanning tree
-are parent and child.  Which of the two is the parent the distance does not say, so the root is the only thing that
-records decide: it is the model that most others name as their source, directly or over others.  Where nothing is
-recorded, it is the model with the least sum of distances, which is a guess and marked as one.  Both rules are this
-project's; `benchmarks.lineage` says how often they are right on small models.
+are parent and child.  Which of the two is the parent the distance does not say, so records decide the root: it is the
+model that most others name as their source, directly or over others.  Where nothing is recorded, it is the model with
+the least sum of distances, which is a guess and marked as one.  Records also choose among parents that have the same
+queries and keys, as a base has and the mixture that was upcycled from it.  All else is the weights'.  These rules are
+this project's; `benchmarks.lineage` says how often they are right on small models.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from megaponder.checkpoint.state import load_state
 from megaponder.errors import UserError
 from megaponder.lineage import awm, null, weights
 from megaponder.lineage.weights import Model
+from megaponder.upcycle.record import of_checkpoint
 
 SAME = 1e-3
 """Distance (radians) below which two models have the same queries and keys; rounding to BF16 stays below it."""
@@ -45,6 +47,8 @@ class Node:
     """Resolved run folder; None of a Hugging Face folder."""
     step: int | None
     origin: Origin | None
+    upcycled: Origin | None = None
+    """Base and disciplines of the mixture that it is, or that it went on from, as its checkpoint's state has them."""
 
     @property
     def name(self) -> str:
@@ -96,15 +100,17 @@ class Tree:
 def node(path: str | Path, tokenizer: str | None = None) -> Node:
     """A model with what its folder records; UserError as `weights.load`."""
     model = weights.load(path, tokenizer)
-    path, run, step, origin = Path(path), None, None, None
+    path, run, step, origin, upcycled = Path(path), None, None, None, None
     cfg = model.config
     assert cfg is not None
     if not (path / "config.json").is_file():
         path = locate(path)
         run, step = path.parent.parent.resolve(), load_state(path)[0].step
         origin = recorded(run, cfg)
+        if made := of_checkpoint(path):
+            upcycled = Origin("upcycle", tuple(one.path for one in (made.base, *made.disciplines)))
     label = f"{cfg.ponder.method}, {len(model.layers)} x {model.width}" + ("" if step is None else f", step {step:,}")
-    return Node(model, label, path.resolve(), run, step, origin)
+    return Node(model, label, path.resolve(), run, step, origin, upcycled)
 
 
 def grow(nodes: Sequence[Node], by_id: bool = False, draws: int = null.DRAWS) -> Tree:
@@ -139,7 +145,7 @@ def grow(nodes: Sequence[Node], by_id: bool = False, draws: int = null.DRAWS) ->
         if root is None:
             root = min(members, key=lambda i: sum(angle(float(scores[i, j])) for j in members))
             guessed += [root] if len(members) > 1 else []
-        ordered, found = _branches(members, scores, root)
+        ordered, found = _branches(nodes, members, scores, root)
         families.append(ordered)
         edges += found
     checks = _checks(nodes, scores, families, edges)
@@ -174,14 +180,19 @@ def _recorded_root(nodes: Sequence[Node], members: list[int]) -> int | None:
     return max(members, key=lambda i: (count[i], -i)) if above else None
 
 
-def _branches(members: list[int], scores: Tensor, root: int) -> tuple[tuple[int, ...], list[Edge]]:
+def _branches(
+    nodes: Sequence[Node], members: list[int], scores: Tensor, root: int
+) -> tuple[tuple[int, ...], list[Edge]]:
     """Prim's tree from the root: nodes in the order in which they join, and edges."""
     joined, edges = [root], []
+    claims = {(said[1], j) for j in members if (said := source(nodes, j)) is not None}
     while len(joined) < len(members):
         options = [(angle(float(scores[i, j])), i, j) for i in joined for j in members if j not in joined]
-        # of models with the same queries and keys one is as near as the other: the first one that joined is the parent
+        # of models with the same queries and keys one is as near as the other: a record tells, or else the first one
+        # that joined is the parent
         nearest = min(options)[0]
-        i, j = next((i, j) for distance, i, j in options if distance <= nearest + SAME)
+        near = [(i, j) for distance, i, j in options if distance <= nearest + SAME]
+        i, j = next((pair for pair in near if pair in claims), near[0])
         edges.append(Edge(i, j, float(scores[i, j])))
         joined.append(j)
     return tuple(joined), edges
@@ -200,12 +211,10 @@ def _checks(
             continue
         how, parent = said
         if parent is None:
-            assert node.origin is not None
-            found.append(
-                Check(
-                    None, child, "agrees", f"{node.name}: its source ({how} of {node.origin.sources[0]}) is not here."
-                )
-            )
+            record = node.origin or node.upcycled
+            assert record is not None
+            words = f"{node.name}: its source ({how} of {record.sources[0]}) is not here."
+            found.append(Check(None, child, "agrees", words))
             continue
         claim = f"{node.name}: recorded as {how} of {nodes[parent].name}"
         if family[parent] != family[child]:
@@ -231,9 +240,8 @@ def source(nodes: Sequence[Node], child: int) -> tuple[str, int | None] | None:
     ]
     if earlier:
         return "continuation", max(earlier, key=lambda i: nodes[i].step or 0)
-    if me.origin is None:
-        return None
-    for path in map(Path, me.origin.sources):
+    records = [one for one in (me.origin, me.upcycled) if one is not None]
+    for how, path in ((one.how, Path(word)) for one in records for word in one.sources):
         exact = [i for i, n in enumerate(nodes) if i != child and n.place == path.resolve()]
         run = path.parent.parent if path.parent.name == "checkpoints" else path
         same = [i for i, n in enumerate(nodes) if i != child and n.run is not None and n.run == run.resolve()]
@@ -241,8 +249,8 @@ def source(nodes: Sequence[Node], child: int) -> tuple[str, int | None] | None:
         moved = [i for i, n in enumerate(nodes) if i != child and (n.run or n.place).name == run.name]
         for there in (exact, same, moved if len({nodes[i].run for i in moved}) == 1 else []):
             if there:
-                return me.origin.how, max(there, key=lambda i: nodes[i].step or 0)
-    return me.origin.how, None
+                return how, max(there, key=lambda i: nodes[i].step or 0)
+    return (records[0].how, None) if records else None
 
 
 def lines(tree: Tree) -> list[str]:

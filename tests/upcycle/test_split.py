@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megaponder.checkpoint.origin import Origin
+from megaponder.checkpoint.state import TrainState
 from megaponder.checkpoint.weights import load_weights
 from megaponder.cli.main import main
 from megaponder.engine import cuda_on_cpu
@@ -186,6 +188,51 @@ def test_all_else_is_the_bases(models: Models, capsys: pytest.CaptureFixture[str
     assert f"upcycled from {record.base.path}: art, law, 4 contiguous slices each, average\n  art: " in said
     nodes = [tree.node(p) for p in (models.root / "base", path)]
     assert tree.source(nodes, 1) == ("upcycle", 0) and tree.source(nodes, 0) is None
+
+
+def went_on(models: Models, name: str, start: str, seed: int, share: float = 0.1) -> Path:
+    """A run that loaded another one and whose matrices have moved, as after a training."""
+    draw, path = torch.Generator().manual_seed(seed), models.root / name
+    cfg, state = load_weights(models.root / start)
+    moved = {n: t + share * t.std() * torch.randn(t.shape, generator=draw) if t.dim() > 1 else t
+             for n, t in state.items()}  # fmt: skip
+    record = of_checkpoint(next((models.root / start / "checkpoints").iterdir()))
+    cfg = replace(cfg, run=str(path), checkpoint=replace(cfg.checkpoint, load=str(models.root / start)))
+    cfg = replace(cfg, data=replace(cfg.data, loss_mask="answers" if "sft" in name else cfg.data.loss_mask))
+    with reference.engine(cfg, moved) as engine:
+        told = TrainState(upcycled=record.plain() if record else {})
+        save_weights(path / "checkpoints", cfg, engine.stage, state=told)
+    return path
+
+
+def test_the_tree_of_a_family(models: Models) -> None:
+    """A mixture, what it became and was merged to, an SFT and a stranger: branches and records, one of them false."""
+    models.made("average")
+    went_on(models, "trained", "average", 1)
+    went_on(models, "sft", "base", 2)
+    went_on(models, "sft-again", "sft", 3)
+    went_on(models, "stranger", "same", 4, share=100.0)
+    merge(models.root / "trained", models.root / "merged")
+    names = ["merged", "sft-again", "trained", "stranger", "average", "sft", "base"]
+    nodes = [tree.node(models.root / name) for name in names]
+    truth = {"average": "base", "trained": "average", "merged": "trained", "sft": "base", "sft-again": "sft"}
+
+    def edges(found: tree.Tree) -> dict[str, str]:
+        at = [Path(n.name).name for n in found.nodes]
+        return {at[e.child]: at[e.parent] for e in found.edges}
+
+    found = tree.grow(nodes)
+    assert [sorted(names[i] for i in members) for members in found.families] == [
+        sorted(set(names) - {"stranger"}), ["stranger"],
+    ]  # fmt: skip
+    assert edges(found) == truth
+    assert [c.kind for c in found.checks if c.child != 3] == ["agrees"] * 5
+    # the state of a mixture's checkpoint names its base where the run that it loaded is not here
+    few = [nodes[i] for i in (2, 6, 3)]
+    assert tree.source(few, 0) == ("upcycle", 1) and edges(tree.grow(few)) == {"trained": "base"}
+    lying = replace(nodes[2], origin=Origin("load", (str(models.root / "stranger"),)))
+    (lie,) = (c for c in tree.grow([lying, *few[1:]]).checks if c.child == 0)
+    assert lie.kind == "disagrees" and "the weights are unrelated" in lie.words
 
 
 def test_back_to_dense_models_with_the_same_bits(models: Models) -> None:
