@@ -78,7 +78,7 @@ def blends_are_well_formed(c: Case) -> None:
         weights = [x for x in blend if not isinstance(x, str)]
         if not weights:
             ok = len(blend) <= 1
-            fix = f"for example {_weighted(blend)}"
+            fix = f"for example {_weighted(blend)} for equal shares"
             require(ok, field, blend, "several datasets need a weight before each", fix)
             continue
         pairs = len(blend) % 2 == 0 and all(
