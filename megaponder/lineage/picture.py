@@ -9,10 +9,12 @@ from typing import Any
 
 from megaponder import files
 from megaponder.lineage import tree as trees
-from megaponder.lineage.tree import Tree
+from megaponder.lineage.tree import Edge, Tree
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#4d4d4d", "#8a6d00")
 RECORDS = {"agrees": "#009e73", "family only": "#e69f00", "disagrees": "#d55e00"}
+NEAR = 0.15
+"""Of the largest distance from a root: the width of a label."""
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 28px auto; max-width: 1080px; padding: 0 16px; color: #212529; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; } .scroll { overflow-x: auto; }
@@ -34,25 +36,36 @@ def write(folder: Path, tree: Tree) -> list[Path]:
 
 
 def places(tree: Tree) -> dict[int, tuple[float, float]]:
-    """Of each node: its distance from the root (x) and its row (y); a line of descent keeps its row."""
-    parents = {edge.child: edge for edge in tree.edges}
-    children: dict[int, list[int]] = {}
+    """Of each node: its distance from the root (x) and its row (y).
+
+    A line of descent keeps its row, but a model that is so near to its parent that their labels would overlap has a
+    row of its own, as all have whose queries and keys are the parent's.
+    """
+    children: dict[int, list[Edge]] = {}
     for edge in tree.edges:
-        children.setdefault(edge.parent, []).append(edge.child)
+        children.setdefault(edge.parent, []).append(edge)
+    x = {family[0]: 0.0 for family in tree.families}
+    for edge in tree.edges:  # parents come first
+        x[edge.child] = x[edge.parent] + edge.distance
+    near = NEAR * max(x.values())
     found: dict[int, tuple[float, float]] = {}
     row = -1
 
-    def put(i: int, x: float, y: float) -> None:
+    def put(i: int, y: int) -> None:
         nonlocal row
-        found[i] = (x, y)
-        for number, child in enumerate(children.get(i, ())):
-            if number:
+        found[i] = (x[i], float(y))
+        below = children.get(i, [])
+        straight = next((edge for edge in below if edge.distance > near), None)
+        if straight is not None:
+            put(straight.child, y)
+        for edge in below:
+            if edge is not straight:
                 row += 1
-            put(child, x + parents[child].distance, y if not number else float(row))
+                put(edge.child, row)
 
     for family in tree.families:
         row += 1
-        put(family[0], 0.0, float(row))
+        put(family[0], row)
     return found
 
 
@@ -62,6 +75,7 @@ def draw(tree: Tree) -> Any:
     from matplotlib.figure import Figure
 
     spots = places(tree)
+    near = NEAR / 2 * max(x for x, _ in spots.values())
     rows = 1 + max(int(y) for _, y in spots.values())
     figure = Figure(figsize=(9.5, 1.4 + 0.95 * rows), layout="constrained")
     FigureCanvasAgg(figure)
@@ -69,9 +83,8 @@ def draw(tree: Tree) -> Any:
     for edge in tree.edges:
         (x0, y0), (x1, y1) = spots[edge.parent], spots[edge.child]
         axes.plot([x0, x0, x1], [y0, y1, y1], color="#868e96", linewidth=1.6, zorder=1)
-        axes.annotate(
-            f"{edge.score:.3f}", ((x0 + x1) / 2, y1), (0, 3), textcoords="offset points", ha="center", fontsize=7
-        )
+        where = ((x0 + x1) / 2, y1) if y0 == y1 or x1 - x0 > near else (x0, y1 - 0.4)
+        axes.annotate(f"{edge.score:.3f}", where, (3, 3), textcoords="offset points", fontsize=7)
     for check in tree.checks:
         if check.parent is not None:
             color = RECORDS[check.kind]

@@ -8,7 +8,7 @@ are parent and child.  Which of the two is the parent the distance does not say,
 model that most others name as their source, directly or over others.  Where nothing is recorded, it is the model with
 the least sum of distances, which is a guess and marked as one.  Records also choose among parents that have the same
 queries and keys, as a base has and the mixture that was upcycled from it.  All else is the weights'.  These rules are
-this project's; `benchmarks.lineage` says how often they are right on small models.
+this project's; `benchmarks.lineage` and `benchmarks.family` say how often they are right on small models.
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ def node(path: str | Path, tokenizer: str | None = None) -> Node:
         origin = recorded(run, cfg)
         if made := of_checkpoint(path):
             upcycled = Origin("upcycle", tuple(one.path for one in (made.base, *made.disciplines)))
-    label = f"{cfg.ponder.method}, {len(model.layers)} x {model.width}" + ("" if step is None else f", step {step:,}")
+    label = f"{cfg.ponder.method}, {len(model.layers)} x {model.width}"
+    label += f", {cfg.model.moe['experts']} experts" if cfg.model.moe else ""
+    label += "" if step is None else f", step {step:,}"
     return Node(model, label, path.resolve(), run, step, origin, upcycled)
 
 

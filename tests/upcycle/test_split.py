@@ -30,7 +30,7 @@ from megaponder.engine import groups  # noqa: E402
 from megaponder.engine.build import build_engine  # noqa: E402
 from megaponder.export.average import average  # noqa: E402
 from megaponder.export.save import save_weights  # noqa: E402
-from megaponder.lineage import awm, tree, weights  # noqa: E402
+from megaponder.lineage import awm, picture, tree, weights  # noqa: E402
 from megaponder.upcycle.merge import merge  # noqa: E402
 from megaponder.upcycle.split import split  # noqa: E402
 
@@ -221,11 +221,16 @@ def test_the_tree_of_a_family(models: Models) -> None:
         at = [Path(n.name).name for n in found.nodes]
         return {at[e.child]: at[e.parent] for e in found.edges}
 
+    assert [name for name, n in zip(names, nodes, strict=True) if ", 8 experts, step 0" in n.label] == [
+        names[2],
+        names[4],
+    ]
     found = tree.grow(nodes)
     assert [sorted(names[i] for i in members) for members in found.families] == [
         sorted(set(names) - {"stranger"}), ["stranger"],
     ]  # fmt: skip
     assert edges(found) == truth
+    assert len(set(picture.places(found).values())) == len(nodes)  # those of the same queries and keys, too
     assert [c.kind for c in found.checks if c.child != 3] == ["agrees"] * 5
     # the state of a mixture's checkpoint names its base where the run that it loaded is not here
     few = [nodes[i] for i in (2, 6, 3)]
