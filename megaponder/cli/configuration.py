@@ -62,3 +62,14 @@ def _is_here(data: DataConfig) -> bool:
 
     sources = all_sources(data)
     return all(Path(f"{source.path}.idx").is_file() for source in sources)
+
+
+def of_data(cfg: RunConfig) -> list[str]:
+    """What a plan says about datasets that are here: how often each is read."""
+    if not cfg.data.train or not _is_here(cfg.data):
+        return []
+    from megaponder.data import epochs
+    from megaponder.data.check import check_data, open_data
+
+    opened = open_data(cfg.data)
+    return epochs.told(cfg, check_data(cfg, opened).train, opened)

@@ -218,7 +218,7 @@ class TrainConfig:
     tokens: int | None = declare(None, ge=1, le=10**15, resume="warned")
     """Token budget; rounded up to full steps."""
     epochs: int | None = declare(None, ge=1, le=10**6, resume="warned", aliases=("num_train_epochs", "num_epochs"))
-    """Budget in passes over all datasets of data.train; rounded up to full steps."""
+    """Budget in passes over data.train, with weights over its conversations alone; rounded up to full steps."""
     global_batch: int = declare(
         256, ge=1, unit="sequences", resume="warned", aliases=("batch_size", "global_batch_size", "gbs")
     )

@@ -9,35 +9,16 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from megaponder.config.budget import steps_for_sequences
 from megaponder.config.schema import DataConfig, RunConfig
 from megaponder.data.blend import Source, parse_blend, split_ranges, valid_sources
 from megaponder.data.chat import of_datasets
 from megaponder.data.document_length import document_tokens
+from megaponder.data.epochs import steps_of_epochs
 from megaponder.data.identity import Identity, identify_all, refuse_unwritten
-from megaponder.data.indexed import Index, read_index
+from megaponder.data.indexed import read_index
 from megaponder.data.info import DatasetMeta, read_meta
-from megaponder.data.packing import sequences_in
-from megaponder.data.shuffled import samples_in
+from megaponder.data.sources import Opened, SourceFacts
 from megaponder.errors import ConfigError, UserError
-
-
-@dataclass(frozen=True)
-class SourceFacts:
-    """One source of a blend."""
-
-    path: str
-    """Prefix of the dataset."""
-    weight: float
-    """Share of the sequences; all shares of a blend sum to 1."""
-    documents: int
-    """Sequences of the dataset that this blend may use."""
-    tokens: int
-    """Their tokens: one epoch."""
-    conversations: bool
-    """They are conversations, not texts."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +43,6 @@ class DataFacts:
     def train_tokens(self) -> int:
         """Tokens of one epoch over all training sources."""
         return sum(source.tokens for source in self.train)
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A dataset whose files are open: what is read is what was checked, whatever happens to its path."""
-
-    index: Index
-    meta: DatasetMeta | None
 
 
 def all_sources(data: DataConfig) -> list[Source]:
@@ -218,27 +191,6 @@ def _check_conversations(
         raise ConfigError("data.loss_mask", data.loss_mask, rule, f"use {where}")
 
 
-def _steps_of_epochs(cfg: RunConfig, train: list[SourceFacts], opened: dict[str, Opened]) -> int | None:
-    """Steps of train.epochs: the sequences of so many epochs of every source.  ConfigError if train.steps disagrees."""
-    train_config, length, seed = cfg.train, cfg.data.sequence_length, cfg.data.shuffle_seed
-    if train_config.epochs is None or train_config.global_batch < 1 or length < 1:  # the rules report the others
-        return None
-    sequences = 0
-    for source in train:
-        if source.conversations and cfg.data.loss_mask == "answers":
-            numbers = np.arange(source.documents, dtype=np.int32)  # a split's training part comes first
-            lengths = opened[source.path].index.lengths[: source.documents]
-            seed = train_config.seed if seed is None else seed
-            sequences += sequences_in(lengths, numbers, length + 1, seed, train_config.epochs)
-        else:
-            sequences += samples_in(train_config.epochs, source.tokens, length)
-    steps = max(1, steps_for_sequences(train_config, sequences))
-    if train_config.steps not in (None, steps):
-        rule = f"train.epochs = {train_config.epochs} is {steps} steps, and only one of the two may set the budget"
-        raise ConfigError("train.steps", train_config.steps, rule, "set the other one to null")
-    return steps
-
-
 def check_data(cfg: RunConfig, opened: dict[str, Opened] | None = None) -> DataFacts:
     """Check the `data` section against the files on disk, or against those that `open_data` has opened.
 
@@ -264,7 +216,7 @@ def check_data(cfg: RunConfig, opened: dict[str, Opened] | None = None) -> DataF
     if cfg.data.document_attention and tokens is None:
         length = cfg.data.sequence_length
         tokens = sum(s.weight * document_tokens(opened[s.path].index, length) for s in train_facts)
-    steps = _steps_of_epochs(cfg, train_facts, opened)
+    steps = steps_of_epochs(cfg, train_facts, opened)
     fingerprint = meta.tokenizer_fingerprint if meta else None
     return DataFacts(train_facts, sets, vocab_size, eod_id, fingerprint, tokens, steps)
 

@@ -114,15 +114,18 @@ def joined(index: Index, numbers: np.ndarray, length: int, padding: int) -> dict
     return {"text": text, "targets": mask[1:], "starts": starts[:-1]}
 
 
-def told(prefix: str, index: Index, length: int) -> str:
-    """A sentence about what becomes of a dataset of conversations in sequences of `length` tokens."""
-    lengths = index.lengths[:]
+def told(prefix: str, index: Index, length: int, documents: int) -> str:
+    """A sentence about what becomes of the first `documents` conversations of a dataset, which are trained on, in
+    sequences of `length` tokens."""
+    lengths = index.lengths[:documents]
     sequences = len(pack(lengths, length + 1))
     cut = int(np.sum(lengths > length + 1))
     full = np.minimum(lengths, length + 1).sum() / (sequences * (length + 1))
     longer = f"; {cut:,} are longer than a sequence and are cut" if cut else ""
     filled = f"{full:.1%} of about {sequences:,} sequences an epoch"
-    return f"{prefix}: {len(lengths):,} conversations fill {filled}{longer}."
+    rest = index.sequences - documents
+    held = f"; data.split holds back {rest:,} more" if rest else ""
+    return f"{prefix}: {len(lengths):,} conversations fill {filled}, each attending to itself alone{longer}{held}."
 
 
 def in_stored_order(index: Index, length: int, padding: int) -> Iterator[dict[str, np.ndarray]]:

@@ -16,7 +16,8 @@ from megaponder.config import disciplines
 from megaponder.config.disciplines import Disciplines
 from megaponder.config.schema import RunConfig
 from megaponder.data.batch import MicroBatch, batch_of
-from megaponder.data.check import DataFacts, Opened, SourceFacts, check_data, open_data
+from megaponder.data.check import DataFacts, check_data, open_data
+from megaponder.data.sources import Opened, SourceFacts
 from megaponder.errors import ConfigError, UserError
 
 

@@ -9,7 +9,7 @@ from megaponder.checkpoint.state import TrainState
 from megaponder.config.budget import batch_at, sequences_after
 from megaponder.config.schema import RunConfig
 from megaponder.data.batch import MicroBatch
-from megaponder.data.check import Opened
+from megaponder.data.sources import Opened
 from megaponder.data.stream import build_streams
 from megaponder.engine.groups import Groups
 from megaponder.training.fault_record import FaultRecord, past

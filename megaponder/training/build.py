@@ -15,9 +15,10 @@ from megaponder.checkpoint.state import TrainState
 from megaponder.config.budget import last_step
 from megaponder.config.model import short_reach
 from megaponder.config.schema import RunConfig
-from megaponder.data import chat
+from megaponder.data import chat, epochs, packing
 from megaponder.data.blend import parse_blend, unread
-from megaponder.data.packing import told
+from megaponder.data.check import check_data
+from megaponder.data.sources import Opened
 from megaponder.engine.groups import Groups
 from megaponder.engine.step import Engine
 from megaponder.engine.zero import Updates
@@ -133,6 +134,7 @@ def build(cfg: RunConfig, groups: Groups, stack: ExitStack) -> Run:
     sources = [source.path for source in parse_blend(cfg.data.train, "data.train")] if answers else []
     talks = [path for path in sources if data.opened[path].index.mask is not None]
     on_first_rank(lambda: chat.write(folder, chat.of_datasets((path, data.opened[path].meta) for path in talks)))
+    on_data = _on_data(cfg, data.opened) if monitor.logs else []
     data.write(folder)
     stack.callback(monitor.close)
     who = on_first_rank(lambda: identity.start(folder))
@@ -146,8 +148,8 @@ def build(cfg: RunConfig, groups: Groups, stack: ExitStack) -> Run:
         )
     for path in (p for blend in (cfg.data.train, *cfg.data.valid_blends().values()) for p in unread(blend)):
         monitor.say(f"The dataset {path} has weight 0 and is not read.")
-    for source in talks:
-        monitor.say(told(source, data.opened[source].index, cfg.data.sequence_length))
+    for sentence in on_data:
+        monitor.say(sentence)
     if sentence := short_reach(cfg.model):
         monitor.say(sentence)
     if method_only(cfg.train, state.step + 1):
@@ -163,3 +165,12 @@ def build(cfg: RunConfig, groups: Groups, stack: ExitStack) -> Run:
         cfg, total, state, engine, optimizer, ema, schedule, data, batches, clock, stop, canary, faults, saver, local,
         monitor, report, Spent(cfg, method, groups.world_size), profile, who,
     )  # fmt: skip
+
+
+def _on_data(cfg: RunConfig, opened: dict[str, Opened]) -> list[str]:
+    """Sentences about the conversations that are trained on, and how often each dataset is read."""
+    train = check_data(cfg, opened).train
+    talks = [source for source in train if source.conversations and cfg.data.loss_mask == "answers"]
+    length = cfg.data.sequence_length
+    filled = [packing.told(one.path, opened[one.path].index, length, one.documents) for one in talks]
+    return filled + epochs.told(cfg, train, opened)

@@ -15,11 +15,12 @@ from pathlib import Path
 from megaponder import files
 from megaponder.config import launcher
 from megaponder.config.schema import RunConfig
-from megaponder.data.check import Opened, earlier_identity, identities, open_data
+from megaponder.data.check import earlier_identity, identities, open_data
 from megaponder.data.checked import CheckedFile
 from megaponder.data.identity import Identity, Stored, different, identify
 from megaponder.data.indexed import read_index
 from megaponder.data.info import read_meta
+from megaponder.data.sources import Opened
 from megaponder.errors import UserError
 from megaponder.ranks import gather, on_first_rank
 

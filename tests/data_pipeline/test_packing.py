@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaponder.config.load import load_config
-from megaponder.data.check import check_data, fill_from_data
+from megaponder.data import packing
+from megaponder.data.check import check_data, fill_from_data, open_data
 from megaponder.data.document_length import document_tokens
+from megaponder.data.epochs import told
 from megaponder.data.indexed import read_index
-from megaponder.data.packing import in_stored_order, joined, pack, window
+from megaponder.data.packing import in_stored_order, joined, pack, sequences_in, window
 from megaponder.data.stream import build_streams
 from megaponder.errors import ConfigError, UserError
 from tests.data_pipeline.make import EOD, config, random_documents, write_conversations, write_documents
@@ -135,6 +138,33 @@ def test_epochs_are_steps(tmp_path: Path) -> None:
     file.write_text("train: {steps: 7}")
     train = load_config(file, ["--train.epochs", "2"]).train
     assert (train.steps, train.tokens, train.epochs) == (None, None, 2)
+
+
+def test_epochs_of_weights(tmp_path: Path) -> None:
+    """They are those of the conversations; it is said how often each source is read, and where prompts are learnt."""
+    talks = write_conversations(tmp_path / "c", 40, 24)
+    texts = write_documents(tmp_path / "t", random_documents([9, 30, 12] * 10))
+    cfg = config(tmp_path, [0.75, talks, 0.25, texts], split="8,2", loss_mask="answers", document_attention=True)
+    cfg.train.eval_batches, cfg.train.epochs, cfg.train.global_batch = 0, 3, 1
+    opened = open_data(cfg.data)
+    cfg = fill_from_data(cfg, facts := check_data(cfg, opened))
+    stream = build_streams(cfg, facts.steps or 0, 0).train
+    read = [tuple(stream.item(i)["text"]) for i in range(len(stream)) if stream.source(i, i + 1) == talks]
+    packs = sequences_in(opened[talks].index.lengths[:32], np.arange(32, dtype=np.int32), SEQ + 1, 1234, 3)
+    assert abs(len(read) - packs) <= 1 and len(stream) == -(-packs * 4 // 3)
+    said = told(cfg, facts.train, opened)
+    assert len(said) == 1
+    times = [float(word) for word in re.findall(r"([\d.]+) times", said[0])]
+    assert times[0] == pytest.approx(3, abs=0.2)
+    assert times[1] == pytest.approx(len(stream) / 4 / ((facts.train[1].tokens - 1) // SEQ), abs=0.006)
+    cfg.data.loss_mask, cfg.train.steps = "plain", None
+    with pytest.raises(ConfigError, match=r"train\.epochs = 3: by the weights .*; set train\.steps"):
+        check_data(cfg)
+    cfg.train.epochs = None
+    [said_of_plain] = told(cfg, check_data(cfg).train, opened)
+    assert "c holds conversations, and data.loss_mask: plain learns its prompts too" in said_of_plain
+    assert "fill" in packing.told(talks, opened[talks].index, SEQ, 32)
+    assert "data.split holds back 8 more." in packing.told(talks, opened[talks].index, SEQ, 32)
 
 
 def test_refusals(tmp_path: Path) -> None:
