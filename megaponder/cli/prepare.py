@@ -98,6 +98,11 @@ def run(args: argparse.Namespace) -> int:
         print(spellings(meta))
     if meta.conversations is not None:
         print(learnt(meta))
+    if done.unended:
+        print(
+            f"warning: {done.unended:,} answers end with no special token, so a model does not learn to stop after "
+            "them; let the template write one behind each answer"
+        )
     for example in done.examples:
         print(f"  {example}")
     return 0

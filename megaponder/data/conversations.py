@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,8 +67,19 @@ def conversation(record: Any, name: str | None = None) -> Conversation:
         raise BadRecordError("bad_field", f"it has no field {wanted} (fields: {keys})")
     if not any(m["role"] == ANSWERS and m["content"].strip() for m in messages):
         raise BadRecordError("no_answer", "no message of the assistant has any text, so there is nothing to learn")
-    tools = record.get("tools")
-    return Conversation(messages, tools if isinstance(tools, list) else [])
+    return Conversation(messages, _tools(record.get("tools")))
+
+
+def _tools(found: Any) -> list[Any]:
+    """A list, or one as JSON; BadRecordError for anything else that says something."""
+    if isinstance(found, str) and found.strip():
+        try:
+            found = json.loads(found)
+        except ValueError:
+            raise BadRecordError("bad_field", "field 'tools' is neither a list nor one as JSON") from None
+    if found and not isinstance(found, list):
+        raise BadRecordError("bad_field", "field 'tools' is neither a list nor one as JSON")
+    return found if isinstance(found, list) else []
 
 
 def _alpaca(record: dict[str, Any]) -> list[Message]:

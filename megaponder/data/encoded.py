@@ -29,3 +29,5 @@ class Encoded:
     """Of conversations: messages of the assistant."""
     ends: dict[str, int] = field(default_factory=dict)
     """Of conversations: the ids (as text) that end the last answers, and how often."""
+    unended: int = 0
+    """Of conversations: answers that no special token ends."""

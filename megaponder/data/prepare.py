@@ -99,6 +99,8 @@ class PrepareSummary:
     """Documents that an earlier, interrupted run had already done."""
     examples: list[str] = field(default_factory=list)
     """The first skipped documents of this run, with file and line."""
+    unended: int = 0
+    """Of conversations: answers that no special token ends."""
 
 
 def _need_eod(options: PrepareOptions, tokenizer: Tokenizer) -> int | None:
@@ -265,6 +267,16 @@ def _meta(
     )
 
 
+def _nothing(options: PrepareOptions, skipped: dict[str, int], examples: list[str]) -> UserError:
+    """The error of a run that wrote no document."""
+    inputs = ", ".join(options.inputs)
+    if not any(count for reason, count in skipped.items() if reason != "empty"):
+        return UserError(f"{inputs}: no document contains any token; nothing was written.")
+    counts = ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
+    first = f"; the first is {examples[0]}" if examples else ""
+    return UserError(f"{inputs}: all documents were skipped ({counts}){first}; nothing was written.")
+
+
 def _check(options: PrepareOptions) -> None:
     """ConfigError for impossible options."""
     if options.on_error not in ("fail", "skip"):
@@ -316,10 +328,9 @@ def prepare(options: PrepareOptions, on_progress: Callable[[PrepareProgress], No
                 encode_options = _encode_options(options, files, dtype, template)
                 examples = _work_through(options, files, work, encode_options, on_progress)
                 if work.state.documents == 0:
+                    skipped = work.state.skipped
                     work.discard()
-                    raise UserError(
-                        f"{', '.join(options.inputs)}: no document contains any token; nothing was written."
-                    )
+                    raise _nothing(options, skipped, examples)
             done = work.state
             if not start.whole:
                 work.complete(_meta(options, tokenizer, eod_id, files, dtype, done, template))
@@ -333,4 +344,4 @@ def prepare(options: PrepareOptions, on_progress: Callable[[PrepareProgress], No
     meta = read_meta(read_index(options.output))
     assert meta is not None  # it has just been written
     seconds, text = time.monotonic() - began, done.text_bytes - start.text_bytes
-    return PrepareSummary(options.output, meta, seconds, text, start.documents, examples)
+    return PrepareSummary(options.output, meta, seconds, text, start.documents, examples, done.unended)

@@ -17,8 +17,8 @@ def encode(talk: Conversation, template: Template, tokenizer: Tokenizer) -> tupl
     """Ids of a conversation, and 1 for each of them that is learnt, else 0.
 
     Learnt are all tokens that begin within an answer, with the token that ends it, and never the first token, which
-    nothing predicts.  What follows the last answer is left out.  An answer that no special token ends is followed by
-    the end-of-document token, so that a model learns to stop.
+    nothing predicts.  What follows the last answer is left out.  A last answer that no special token ends is
+    followed by the end-of-document token, so that a model learns to stop.
 
     Raises BadRecordError for a conversation that the template refuses, or whose answers have no token.
     """
@@ -62,6 +62,7 @@ class SampleEncoder:
         self, tokenizer: Tokenizer, template: Template, dtype: str, field: str | None, specials_in_texts: bool
     ):
         self._tokenizer, self._template, self._dtype, self._field = tokenizer, template, dtype, field
+        self._special = set(tokenizer.special_tokens.values())
         self._spelled = () if specials_in_texts else tuple(tokenizer.special_tokens)
 
     def __call__(self, chunk: Chunk) -> Encoded:
@@ -70,7 +71,7 @@ class SampleEncoder:
         lengths: list[int] = []
         problems: list[Problem] = []
         ends: Counter[str] = Counter()
-        text_bytes = answers = 0
+        text_bytes = answers = unended = 0
         for line, record in records(chunk):
             if isinstance(record, Problem):
                 problems.append(record)
@@ -88,9 +89,12 @@ class SampleEncoder:
             ends[str(found[-1])] += 1
             text_bytes += talk.text_bytes
             answers += sum(message["role"] == ANSWERS for message in talk.messages)
+            lasts = np.flatnonzero(np.diff(learnt, append=0) < 0).tolist()
+            unended += sum(found[i] not in self._special for i in lasts)
         return Encoded(
             np.array(ids, self._dtype).tobytes(), np.array(lengths, np.int32).tobytes(), text_bytes,
             max(ids, default=-1), 0, tuple(problems), {}, np.array(marks, np.int8).tobytes(), answers, dict(ends),
+            unended,
         )  # fmt: skip
 
     def _refuse_special(self, talk: Conversation) -> None:

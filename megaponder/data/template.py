@@ -52,6 +52,9 @@ CHATML = """\
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
 """
 BUILT_IN = {"alpaca": ALPACA, "chatml": CHATML}
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+CALLS = ("tool_calls", "function_call")
+"""Fields of a message that calls a tool."""
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -78,6 +81,7 @@ class Template:
         Raises BadRecordError where the template refuses the conversation, leaves out a message, or does not show which
         parts are answers.
         """
+        self._refuse_dropped(talk)
         text, marked = self._render(talk, len(talk.messages))
         for message in talk.messages:
             parts = [message[name] for name in ("instruction", "input") if name in message]
@@ -91,6 +95,16 @@ class Template:
                 raise BadRecordError("template", rule)
             return text, marked
         return text, [self._added(talk, number, text) for number in answers]
+
+    def _refuse_dropped(self, talk: Conversation) -> None:
+        """BadRecordError for tools and calls of them, which the template cannot write since it does not name them."""
+        there = {name for message in talk.messages for name in CALLS if message.get(name)}
+        there |= {"tools"} if talk.tools else set()
+        for name in sorted(there):
+            if name not in self.text:
+                rule = f"template {self.name} does not write the field {name}, so it would be dropped"
+                fix = f"use --template {OF_TOKENIZER} with a tokenizer whose chat template does, or remove the field"
+                raise BadRecordError("template", f"{rule}; {fix}")
 
     def _added(self, talk: Conversation, number: int, text: str) -> tuple[int, int]:
         """Where message `number` stands in the text, without its header."""
@@ -133,8 +147,15 @@ def _compiled(text: str) -> tuple[Any, Any]:
 def find_template(name: str, tokenizer: Tokenizer) -> Template:
     """A built-in template, that of the tokenizer, or a Jinja file.
 
-    Raises UserError for a file that is missing or not Jinja, and for a tokenizer without a template.
+    Raises UserError for a file that is missing or not Jinja, for a tokenizer without a template, and for chatml with a
+    tokenizer that lacks its tokens.
     """
+    lacking = [token for token in CHATML_TOKENS if token not in tokenizer.special_tokens]
+    if name == "chatml" and lacking:
+        raise UserError(
+            f"--template chatml: {' and '.join(lacking)} must be special tokens, and the tokenizer {tokenizer.name} "
+            "has no such ones; use --template alpaca, which needs none."
+        )
     if name in BUILT_IN:
         text = BUILT_IN[name]
     elif name == OF_TOKENIZER:

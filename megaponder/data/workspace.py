@@ -56,7 +56,8 @@ class State:
     """Of conversations: tokens that are learnt, so far."""
     answers: int = 0
     ends: dict[str, int] = field(default_factory=dict)
-    """`Encoded.answers` and `Encoded.ends` so far."""
+    unended: int = 0
+    """`Encoded.answers`, `Encoded.ends` and `Encoded.unended` so far."""
     mask_crc32: int = 0
     whole: bool = False
     """All parts are written; only their names are missing."""
@@ -159,6 +160,7 @@ class Workspace:
             targets=old.targets + encoded.mask.count(1),
             answers=old.answers + encoded.answers,
             ends=_sum(old.ends, encoded.ends),
+            unended=old.unended + encoded.unended,
             mask_crc32=zlib.crc32(encoded.mask, old.mask_crc32),
         )
 

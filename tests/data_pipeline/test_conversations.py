@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megaponder.cli.main import main
 from megaponder.data.audit import audit
 from megaponder.data.conversations import BadRecordError, Conversation, conversation
 from megaponder.data.indexed import read_index
@@ -120,6 +122,24 @@ def test_every_answer_ends(tokenizer: Tokenizer) -> None:
     assert not marks[0] and all(marks[1:])  # nothing predicts the first token
 
 
+def test_tools_are_written_or_refused(tokenizer: Tokenizer) -> None:
+    call = [*TURNS[1:2], {"role": "assistant", "content": None, "tool_calls": [{"name": "look"}]}, *TURNS[2:3]]
+    chatml = find_template("chatml", tokenizer)
+    text = "{% for m in messages %}{{ m.role }} {{ m.content }}{{ m.tool_calls }}<|im_end|>{% endfor %}"
+    own = of_text("own", "{{ tools }}" + text, tokenizer)
+    for record, name in (
+        ({"messages": call}, "tool_calls"),
+        ({"messages": TURNS, "tools": [{"name": "look"}]}, "tools"),
+        ({"messages": TURNS, "tools": '[{"name": "look"}]'}, "tools"),
+    ):
+        with pytest.raises(BadRecordError, match=rf"chatml does not write the field {name}, .*--template tokenizer"):
+            encode(conversation(record), chatml, tokenizer)
+        encode(conversation(record), own, tokenizer)
+    encode(conversation({"messages": TURNS, "tools": "[]"}), chatml, tokenizer)
+    with pytest.raises(BadRecordError, match="field 'tools' is neither a list nor one as JSON"):
+        conversation({"messages": TURNS, "tools": "look"})
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -139,6 +159,8 @@ def test_templates_that_cannot(tokenizer: Tokenizer, text: str, words: str) -> N
 def test_finding_templates(tmp_path: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match=r"this tokenizer has no chat template; use --template alpaca or chatml"):
         find_template("tokenizer", tokenizer)
+    with pytest.raises(UserError, match=r"--template chatml: <\|im_start\|> and <\|im_end\|> must be special .*alpaca"):
+        find_template("chatml", load_tokenizer("bytes"))
     with pytest.raises(UserError, match=r"--template gone\.jinja: there is no such file; use one of alpaca, chatml"):
         find_template("gone.jinja", tokenizer)
     (tmp_path / "bad.jinja").write_text("{% for %}")
@@ -194,6 +216,23 @@ def test_prepare(options: PrepareOptions, tmp_path: Path, capfd: pytest.CaptureF
     text = jsonl(tmp_path / "text.jsonl", ["the cat"])
     prepare(PrepareOptions([str(text)], options.output, options.tokenizer, overwrite=True))
     assert read_index(options.output).mask is None
+
+
+def test_answers_that_nothing_ends(options: PrepareOptions, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last is followed by the end-of-document token; the others are counted."""
+    (tmp_path / "a.json").write_text(json.dumps([{"messages": TURNS}, {"messages": TURNS[:3]}]))
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    where = ["--tokenizer", options.tokenizer, "--output", options.output, "--workers", "1"]
+    assert main(["prepare", *options.inputs, "--template", str(tmp_path / "t.jinja"), *where]) == 0
+    assert "warning: 1 answers end with no special token" in capsys.readouterr().out
+    assert prepare(replace(options, overwrite=True)).unended == 0
+
+
+def test_all_are_skipped(options: PrepareOptions, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([{"instruction": "a"}, {"instruction": "a", "output": ""}]))
+    words = r"all documents were skipped \(1 bad_field, 1 no_answer\); the first is .*a\.json:1: it has no field"
+    with pytest.raises(UserError, match=words):
+        prepare(options)
 
 
 def test_prepare_refuses(options: PrepareOptions, tmp_path: Path) -> None:
