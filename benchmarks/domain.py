@@ -185,6 +185,14 @@ def measure(run: Path, text: texts.Corpus, paths: dict[str, str]) -> dict[str, A
     }  # fmt: skip
 
 
+def likeness(base: Path, run: Path) -> float:
+    """AWM (official) between two models: how far attention has moved (docs/lineage.md)."""
+    from megaponder.lineage import awm, weights
+
+    a, b = weights.load(base), weights.load(run)
+    return awm.compare(a, b, weights.shared(a, b)).score
+
+
 def prompt(record: dict[str, str], text: texts.Corpus, room: int) -> str | None:
     """The question in its template; None if it has more tokens than `room`."""
     from megaponder.data.conversations import conversation
@@ -206,16 +214,19 @@ def report(size: str, found: dict[str, dict[str, Any]], command: str, origin: st
         "",
         f"Held-out loss of the domain ({DOMAIN}), of all other kinds and of {base['targets']:,} tokens of answers; in "
         f"brackets the change from the base. Right: of {base['asked']} held-out questions, those that are answered "
-        "word for word.",
+        "word for word. AWM to base: whether attention is still the base's (1: the same; docs/lineage.md).",
         "",
-        "| stage | goes on from | trained on | tokens | domain | general | answers | right |",
-        "|---|---|---|---|---|---|---|---|",
+        "| stage | goes on from | trained on | tokens | domain | general | answers | right | AWM to base |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, r in found.items():
         start, blend = ("", "general") if name == "base" else (STAGES[name].start, words(STAGES[name].blend))
         kinds = ("domain", "general", "answers")
+        near = "not measured" if r.get("awm") is None else f"{r['awm']:.4f}"
         changes = [f"{r[k]:.4f}" + ("" if name == "base" else f" ({r[k] - base[k]:+.3f})") for k in kinds]
-        lines.append(f"| {name} | {start} | {blend} | {r['tokens']:,} | {' | '.join(changes)} | {r['right']} |")
+        lines.append(
+            f"| {name} | {start} | {blend} | {r['tokens']:,} | {' | '.join(changes)} | {r['right']} | {near} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -289,12 +300,13 @@ def main(argv: list[str] | None = None) -> None:
         for name in done:
             trained = json.loads((runs[name] / "trained.json").read_text())
             told = {"name": name, "tokens": trained["curve"][-1]["tokens"]} | measure(runs[name], text, paths)
+            told["awm"] = likeness(runs["base"], runs[name])
             queue.write(files[name], told | {"command": command, "corpus": asdict(text)})
         found = {name: json.loads(path.read_text()) for name, path in files.items() if path.is_file()}
         if found:
             told = report(args.size, found, found["base"]["command"], origin())
-            kept = ("name", "tokens", "domain", "general", "answers", "right")
-            write(args.output, f"domain-{args.size}", [{k: r[k] for k in kept} for r in found.values()], told)
+            kept = ("name", "tokens", "domain", "general", "answers", "right", "awm")
+            write(args.output, f"domain-{args.size}", [{k: r.get(k) for k in kept} for r in found.values()], told)
             figure(found, args.output / f"domain-{args.size}.png")
             say(told)
         if len(done) < len(waiting):
