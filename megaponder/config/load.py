@@ -61,7 +61,14 @@ def load_config(path: str | os.PathLike[str] | None, overrides: list[str] | None
             if other not in changes:
                 _put(data, other, None)
         _put(data, name, value)
-    return from_mapping(data)
+    cfg = from_mapping(data)
+    alone = "data.document_attention"
+    chosen = alone in changes or "data.loss_mask" not in changes  # else answers replace what the file was written for
+    there, field = _place(data, alone)
+    if chosen and cfg.data.loss_mask == "answers" and there.get(field) is False:
+        rule = "with data.loss_mask: answers each conversation attends to itself alone"
+        raise ConfigError(alone, False, rule, "leave it out, or use true")
+    return cfg
 
 
 def _refuse_hidden_preset(data: dict[str, Any], changes: dict[str, Any]) -> None:

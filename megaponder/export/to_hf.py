@@ -69,6 +69,8 @@ class Exported:
     refitted: Refitted | None = None
     target: str | None = None
     """One of targets.TARGETS, if asked for."""
+    lacks_chat: bool = False
+    """The model was trained on conversations, but without a tokenizer its chat template could not be written."""
 
     def __str__(self) -> str:
         if self.target == targets.NANBEIGE:
@@ -83,10 +85,16 @@ class Exported:
             kind = "in transformers' own format"
         else:
             kind = f"with its modelling code (trust_remote_code=True) because of {self.why_not_native}"
+        more = "" if self.refitted is None else f" {self.refitted}"
+        if self.lacks_chat:
+            more += (
+                "\nThe model was trained on conversations, but without its tokenizer (data.tokenizer) the folder has "
+            )
+            more += "no chat template; export again with --tokenizer."
         return (
             f"{self.folder}: {self.parameters:,} parameters {kind}.\n"
             f"Logits with and without cache equal the checkpoint's: largest difference {self.max_difference:.1e} of "
-            f"the largest logit.{'' if self.refitted is None else f' {self.refitted}'}"
+            f"the largest logit.{more}"
         )
 
 
@@ -176,7 +184,8 @@ def export(
             refitted="" if refitted is None else str(refitted),
         )
         files = tuple(sorted(p.name for p in temporary.iterdir()))
-    return Exported(out, kind is not None, reason, files, count, worst, refitted, target)
+    lacks_chat = talked is not None and tokens.source is None
+    return Exported(out, kind is not None, reason, files, count, worst, refitted, target, lacks_chat)
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -326,6 +327,9 @@ def _check_speculation(drafted: int, temperature: float, rows: int | None, depth
 def _talked(source: Source, prompts: list[str], name: str) -> tuple[Source, list[list[int]]]:
     """The ids of each prompt in the chat template, and the source that stops where an answer ends."""
     if source.chat is None:
+        if (Path(name) / "config.json").is_file():  # it does not say what its model was trained on
+            why = "neither it nor its tokenizer has one; export the run again with --tokenizer if it was trained on "
+            raise UserError(f"{name} has no chat template: {why}conversations, or leave out --chat.")
         why = "it was not trained on conversations, and its tokenizer has none"
         raise UserError(f"{name} has no chat template: {why}; leave out --chat.")
     rows = []
@@ -334,8 +338,9 @@ def _talked(source: Source, prompts: list[str], name: str) -> tuple[Source, list
         if prompt.lstrip().startswith("["):
             try:
                 messages = listed(orjson.loads(prompt), "messages")
-            except orjson.JSONDecodeError:
-                pass  # a text that begins with a bracket
+            except orjson.JSONDecodeError as error:  # perhaps a text that begins with a bracket
+                if re.match(r"\s*\[\s*\{", prompt):
+                    raise UserError(f"prompt {prompt[:40]!r}: a list of messages must be JSON ({error}).") from None
             except BadRecordError as error:
                 raise UserError(f"prompt {prompt[:40]!r}: {error}.") from None
         rows.append(source.tokenizer.encode_marked(source.chat.template.prompt(messages))[0])

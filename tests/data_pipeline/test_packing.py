@@ -140,6 +140,18 @@ def test_epochs_are_steps(tmp_path: Path) -> None:
     assert (train.steps, train.tokens, train.epochs) == (None, None, 2)
 
 
+def test_conversations_attend_to_themselves(tmp_path: Path) -> None:
+    """What says otherwise is refused; a base model's file, written for texts, is not."""
+    file, words = tmp_path / "c.yaml", r"data\.document_attention = False: with data\.loss_mask: answers each"
+    file.write_text("data: {document_attention: false, loss_mask: answers}")
+    with pytest.raises(ConfigError, match=words):
+        load_config(file)
+    file.write_text("data: {document_attention: false, loss_mask: plain}")
+    assert load_config(file, ["--data.loss_mask", "answers"]).data.loss_mask == "answers"
+    with pytest.raises(ConfigError, match=words):
+        load_config(file, ["--data.loss_mask", "answers", "--data.document_attention", "false"])
+
+
 def test_epochs_of_weights(tmp_path: Path) -> None:
     """They are those of the conversations; it is said how often each source is read, and where prompts are learnt."""
     talks = write_conversations(tmp_path / "c", 40, 24)

@@ -59,7 +59,11 @@ def test_chat(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked, said = "[user] hi<EOD>>", [{"role": "user", "content": "hi"}]
     [found] = generate(tmp_path / "run", ["hi"], chat=True, **greedy)
     assert generate(tmp_path / "run", [json.dumps(said)], chat=True, **greedy)[0].text == found.text
-    export(tmp_path / "run", tmp_path / "hf")
+    assert "chat template" not in str(export(tmp_path / "run", tmp_path / "hf"))
+    bare = str(export(tmp_path / "run", tmp_path / "bare", tokenizer_path="none"))
+    assert "but without its tokenizer (data.tokenizer) the folder has no chat template" in bare
+    with pytest.raises(UserError, match=r"bare has no chat template: .*; export the run again with --tokenizer if"):
+        generate(tmp_path / "bare", ["hi"], chat=True, tokenizer="bytes")
     assert generate(tmp_path / "hf", ["hi"], chat=True, **greedy) == [found]
     theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert theirs.apply_chat_template(said, tokenize=False) == asked
@@ -71,6 +75,8 @@ def test_chat(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == found.text + "\n"
     with pytest.raises(UserError, match=r"prompt .*: messages\[0\] has the role 'owl'; known"):
         generate(tmp_path / "run", ['[{"role": "owl", "content": "a"}]'], chat=True)
+    with pytest.raises(UserError, match=r"prompt .*: a list of messages must be JSON \(unexpected end"):
+        generate(tmp_path / "run", ['[{"role": "user"'], chat=True)
 
 
 @pytest.mark.parametrize("method", ["ponderlm3", "adaptive_cot"])
