@@ -34,7 +34,10 @@ class Dense:
         """UserError if there is none, or if its MLPs cannot be cut into experts."""
         if (Path(path) / "config.json").is_file():
             raise UserError(f"{path} is a Hugging Face folder; make a run of it first: megaponder import {path} RUN.")
-        self.name, self.path = name, locate(path)
+        try:
+            self.name, self.path = name, locate(path)
+        except UserError as error:
+            raise UserError(f"{name} = {path}: {error}") from None
         self.config: RunConfig = read_config(self.path)
         m = self.config.model
         if m.moe:

@@ -16,8 +16,8 @@ from megaponder.upcycle.record import Record
 
 
 def refuse_existing(out: Path) -> None:
-    """UserError for a run folder that is there already."""
-    if (out / "checkpoints").exists() or (out.exists() and not out.is_dir()):
+    """UserError for a run folder that is there already, or one whose configuration would be replaced."""
+    if any((out / name).exists() for name in ("checkpoints", "config.yaml")) or (out.exists() and not out.is_dir()):
         raise UserError(f"--out = {out}: it exists already; choose another folder.")
 
 

@@ -18,6 +18,8 @@ from megaponder.backbone.init import stream
 
 UNIT = 16
 """Widths are multiples of it, as matrix products of small formats ask for."""
+LITTLE = 0.1
+"""Largest share of neurons that are no more than filling, without a word about it."""
 HOW = ("contiguous", "random")
 """Which neurons are a slice: neighbours, or drawn from all."""
 
@@ -26,6 +28,32 @@ def width_of(neurons: int, slices: int) -> int:
     """w: of the widest block, rounded up to a multiple of `UNIT`."""
     widest = -(-neurons // slices)
     return -(-widest // UNIT) * UNIT
+
+
+def filling(neurons: int, slices: int) -> float:
+    """Share of the slices' neurons that are filling."""
+    return 1 - neurons / (slices * width_of(neurons, slices))
+
+
+def proposed(neurons: int, slices: int) -> int:
+    """The number of slices nearest to `slices` that need no filling; if none does, the largest that needs little."""
+    numbers = range(2, max(neurons, 2) + 1)
+    if exact := [k for k in numbers if neurons % (k * UNIT) == 0]:
+        return min(exact, key=lambda k: abs(k - slices))
+    little = [k for k in numbers if filling(neurons, k) <= LITTLE]
+    return max(little) if little else min(numbers, key=lambda k: filling(neurons, k))
+
+
+def told(neurons: int, slices: int) -> str | None:
+    """A sentence where much of the experts would be filling."""
+    share, better = filling(neurons, slices), proposed(neurons, slices)
+    if share <= LITTLE:
+        return None
+    fix = "" if better == slices else f"; of --slices {better} it is {filling(neurons, better):.0%}"
+    return (
+        f"--slices {slices}: experts are {width_of(neurons, slices)} neurons wide, a multiple of {UNIT}, of which "
+        f"{share:.0%} are zeros, which cost time and memory and never learn{fix}."
+    )
 
 
 def blocks(neurons: int, slices: int, how: str, seed: int, layer: int) -> list[Tensor]:

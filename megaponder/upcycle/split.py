@@ -12,6 +12,7 @@ the second matrices.  Everything else is the base's, bit for bit; routers are fr
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ NOT_BUILT = {
     "delta": "experts that carry the difference of two MLPs need twice the width, as the difference is no single MLP",
     "clustered": "slices of neurons that are active together need activations, which are not measured",
 }
+log = logging.getLogger(__name__)
 _NORM, _PLAIN_NORM = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
 
 
@@ -83,8 +85,11 @@ def split(
     cfg = mixture_config(dense.config, len(copies), slices, out)
     neurons = dense.config.model.ffn_size or 0
     if slices > neurons:
-        raise ConfigError("--slices", slices, f"the MLPs have {neurons} neurons", f"the nearest is {neurons}")
+        fix = f"use {cutting.proposed(neurons, slices)}"
+        raise ConfigError("--slices", slices, f"the MLPs have {neurons} neurons", fix)
     check_shape(cfg)
+    if (told := cutting.told(neurons, slices)) is not None:
+        log.warning(told)
 
     def made(sources: list[Dense]) -> Record:
         first, *rest = (one.source() for one in sources)
@@ -92,6 +97,8 @@ def split(
 
     tensors = _assemble(cfg, dense, copies, made([dense, *copies]))
     record = made([dense, *copies])  # now with the hashes of what was read
+    if (told := _equal(record)) is not None:
+        log.warning(told)
     checkpoint = save(out, cfg, tensors, record)
     origin.record(out, "upcycle", dense.path, *(copy.path for copy in copies))
     dump(start_config(cfg, out), out / "config.yaml")
@@ -117,6 +124,15 @@ def _refuse(experts: Mapping[str, str | Path], slices: int, init: str, beta: flo
         if name in ("base", "shared") or not name.replace("-", "").replace("_", "").isalnum():
             rule = "a discipline's name has letters, digits, - and _, and is not base or shared"
             raise ConfigError("--experts", name, rule, "for example math")
+
+
+def _equal(record: Record) -> str | None:
+    """A sentence where two disciplines have the same weights."""
+    first: dict[str, str] = {}
+    for one in record.disciplines:
+        if (other := first.setdefault(one.sha256, one.name)) != one.name:
+            return f"--experts: {other} and {one.name} have the same weights, so their experts start equal."
+    return None
 
 
 def mixture_config(base: RunConfig, disciplines: int, slices: int, out: Path) -> RunConfig:

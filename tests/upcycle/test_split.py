@@ -148,10 +148,12 @@ def test_a_disciplines_slices_are_its_dense_model(models: Models) -> None:
         assert difference(logits(path, without_shared(path), choose), logits(models.root / name)) < PARITY
 
 
-def test_a_mixture_of_copies_of_the_base_is_the_base(models: Models) -> None:
+def test_a_mixture_of_copies_of_the_base_is_the_base(models: Models, caplog: pytest.LogCaptureFixture) -> None:
     """With `average`, for every choice that has each slice once; others are not it."""
     path = models.root / "copies"
     split(models.root / "base", {"one": models.root / "base", "two": models.root / "same"}, path, slices=K)
+    filled, equal = (one.message for one in caplog.records if one.name == split.__module__)
+    assert "28% are zeros" in filled and "one and two have the same weights, so their experts start equal" in equal
     draw = torch.Generator().manual_seed(5)
     full = lambda rows: torch.arange(K) + K * torch.randint(2, (rows, K), generator=draw)  # noqa: E731
     twice = lambda rows: torch.tensor([0, 0 + K, 2, 3]).expand(rows, K)  # noqa: E731
@@ -269,12 +271,28 @@ def test_what_is_no_copy_of_the_base_is_refused(models: Models, copy: str, tenso
     assert not (models.root / "x").exists()
 
 
+@pytest.mark.parametrize(
+    ("neurons", "slices", "share", "better"),
+    [
+        (64, 4, 0, 4), (64, 64, 15 / 16, 4), (64, 100, 0.96, 4), (64, 3, 1 / 3, 2),
+        (46, 4, 18 / 64, 3), (46, 3, 2 / 48, 3), (20, 2, 12 / 32, 2), (18944, 8, 0, 8), (18944, 9, 64 / 19008, 8),
+    ],
+)  # fmt: skip
+def test_slices_that_are_mostly_filling_are_told(neurons: int, slices: int, share: float, better: int) -> None:
+    assert cutting.filling(neurons, slices) == pytest.approx(share, abs=1e-3)
+    assert cutting.proposed(neurons, slices) == better
+    told = cutting.told(neurons, slices)
+    assert (told is None) == (share < 0.1)
+    if told is not None:
+        assert f"{share:.0%} are zeros" in told and ("--slices 4 it is 0%" in told) == (slices in (64, 100))
+
+
 WRONG = {
     "--init delta": "need twice the width",
     "--init mean": "there are average, sum, damped; use average",
     "--slicing clustered": "need activations, which are not measured; use contiguous",
     "--slices 1": "a router that takes one expert alone has no gradient; the nearest is 2",
-    "--slices 47": "the MLPs have 46 neurons; the nearest is 46",
+    "--slices 47": "the MLPs have 46 neurons; use 3",
     "--beta 0.5": "--init average has no such factor",
     "--init damped --beta -1": "it must be a number of at least 0",
     "--take law": "it belongs to megaponder upcycle merge",
@@ -283,12 +301,15 @@ WRONG = {
     "--experts base={root}/art": "is not base or shared",
     "--experts art={root}/average": "it has experts already",
     "--experts law={root}/law --out {root}/average": "average: it exists already; choose another folder",
-    "--experts art={root}/nothing": "There is no checkpoint or run folder",
+    "--experts law={root}/law --out {root}/begun": "begun: it exists already; choose another folder",
+    "--experts art={root}/nothing": "art = {root}/nothing: There is no checkpoint or run folder",
 }
 
 
 def test_mistakes_are_one_sentence(models: Models, capsys: pytest.CaptureFixture[str]) -> None:
     models.made("average")
+    (models.root / "begun").mkdir()
+    (models.root / "begun" / "config.yaml").touch()
     for words, said in WRONG.items():
         given = words.format(root=models.root).split()
         experts = [] if "--experts" in words else ["--experts", f"art={models.root / 'art'}"]
@@ -296,7 +317,7 @@ def test_mistakes_are_one_sentence(models: Models, capsys: pytest.CaptureFixture
         end = ["--base", str(models.root / "base"), *out, *experts]
         assert main(["upcycle", "split", *given, *end]) == 2
         found = capsys.readouterr().err
-        assert said in found and found.count("\n") == 1, (words, found)
+        assert said.format(root=models.root) in found and found.count("\n") == 1, (words, found)
     assert main(["upcycle", "merge", str(models.root / "average"), "--take", "x", "--out", str(models.root / "x")]) == 2
     assert "it has shared, art, law" in capsys.readouterr().err
     assert not (models.root / "x").exists()
