@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -164,13 +165,20 @@ def table(found: Sequence[tuple[str, dict[str, Score]]]) -> Iterator[str]:
 
 def by_depth(told: Mapping[str, Any]) -> Iterator[str]:
     """The part about depth as Markdown tables: the sweep, the passes, the policy."""
+    from megaponder.inference.sweep import BY_SCORE
+
     analysis, prefixes = told["analysis"], told["sample"]["prefixes"]
-    of = f" of each of {len(prefixes)} datasets" if len(prefixes) > 1 else ""
-    yield f"\nThe same weights at other depths, on {told['sample']['targets']:,} targets{of}:\n"
+    of = f" of {len(prefixes)} datasets, at most {told['sample']['targets']:,} of each" if len(prefixes) > 1 else ""
+    yield f"\nThe same weights at other depths, on {analysis['targets']:,} targets{of}:\n"
     rows = [["", "loss", "depth", "GFLOPs/token"]]
-    for p in told["sweep"]:
+    for p in sorted(told["sweep"], key=lambda p: p.get("threshold", -math.inf)):
         rows.append([p["variant"], _number(p["loss"]), _number(p["depth"], 2), f"{p['flops_per_token'] / 1e9:.4g}"])
     yield from _aligned(rows, 1)
+    if any(p["variant"].startswith(BY_SCORE) for p in told["sweep"]):
+        sure = told["method"] == "confident_ponderlm"
+        what = "1 less the probability of the likeliest token"
+        what = what if sure else "the predicted gain of one more pass over the gains' root mean square, of any sign"
+        yield f"\nA token goes on while its score ({what}) is at least the threshold."
     if len(analysis["losses"]) > 1:
         yield f"\nWhat one more pass brings (nats per token, on {analysis['targets']:,} targets), and what choosing"
         yield "half of the tokens for it gains:\n"

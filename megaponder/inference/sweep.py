@@ -34,6 +34,8 @@ MORE = 2
 """Passes beyond those of training, or times as many recurrences."""
 AS_TRAINED, OTHER_PASSES, HALTING, RANDOM = "as trained", "passes", "halting", "random"
 """What a point of a sweep is."""
+BY_SCORE = "scores"
+"""Variants of a model with a budget: its own scores, of any sign, against another threshold."""
 
 
 def sweep(
@@ -103,14 +105,15 @@ def _by_budget(engine: Engine, scored: Callable[[], Score]) -> list[dict[str, An
     trained, mean, variance, correction, *_ = gates.state.tolist()
     others = [mean + variance**0.5 * (NormalDist().inv_cdf(1 - p) + correction) for p in (0.25, 0.5, 0.75)]
     try:
-        for theta in (trained, *others):
+        for theta in (trained, *others):  # in one order, so that points of several runs are the same
             gates.state[0] = theta
             own = scored()
             method.at_random = depths.shares_that_go_on(own.stats, method.window)
             chance = scored()
             method.at_random = None
-            found.append(_told(own, f"scores, threshold {theta:.4g}", HALTING))
-            found.append(_told(chance, f"random, threshold {theta:.4g}", RANDOM))
+            at = {"threshold": theta}
+            found.append(_told(own, f"{BY_SCORE}, threshold {theta:.4g}", HALTING) | at)
+            found.append(_told(chance, f"random, threshold {theta:.4g}", RANDOM) | at)
     finally:
         method.at_random = None
         gates.state[0] = trained

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megaponder.cli.eval import by_depth
 from megaponder.cli.main import main
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import ModelConfig, PonderConfig, RunConfig
@@ -92,6 +93,21 @@ def test_the_loss_of_conversations(tmp_path: Path) -> None:
     with heldout_engine(cfg, state) as engine:
         rest = heldout.score(engine, cfg, prefix, 3, LENGTH, None, 11)
     assert first.targets == 11 and first.nats + rest.nats == pytest.approx(want, rel=1e-5)
+
+
+def test_the_part_about_depth_tells_targets_thresholds_and_scores() -> None:
+    point = {"loss": 3.0, "depth": 2.0, "flops_per_token": 1e9}
+    names = ["as trained", *(f"{who}, threshold {x}" for x in (0.2, -0.1, 0.1) for who in ("scores", "random"))]
+    points = [point | {"variant": name} | ({"threshold": float(name.split()[-1])} if name != names[0] else {})
+              for name in names]  # fmt: skip
+    told = {"method": "adaponderlm", "sample": {"prefixes": ["a", "b"], "targets": 37}, "sweep": points,
+            "analysis": {"targets": 45, "losses": [3.0]}}  # fmt: skip
+    lines = list(by_depth(told))
+    assert "on 45 targets of 2 datasets, at most 37 of each:" in lines[0]
+    assert [line.split("|")[1].strip() for line in lines[3:10]] == [names[i] for i in (0, 3, 4, 5, 6, 1, 2)]
+    assert "predicted gain of one more pass" in lines[10]
+    told |= {"sample": {"prefixes": ["a"], "targets": 37}, "sweep": points[:1]}
+    assert "on 45 targets:" in (short := list(by_depth(told)))[0] and len(short) == 4
 
 
 def test_every_token_is_a_target_once(tmp_path: Path) -> None:
