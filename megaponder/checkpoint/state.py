@@ -80,6 +80,11 @@ class Contents:
     """`data.identity.Identity` of each dataset that the run was trained on, as plain data; a string
     (`data.check.earlier_identity`), or nothing at all, in checkpoints of earlier versions."""
 
+    def tokenizers(self) -> set[str]:
+        """Fingerprints of the datasets' tokenizers, as far as they are recorded."""
+        kept = (one.get("tokenizer") for one in self.data.values() if isinstance(one, dict))
+        return {value for value in kept if isinstance(value, str)}
+
 
 def save_state(folder: Path, state: TrainState, contents: Contents) -> None:
     """Write `state.json`."""

@@ -137,6 +137,8 @@ def export(
     talked = chat.read(run)
     before = kept.of(run, at.step) if tokenizer_path in (None, tokenizer.NONE) else None
     compose.decoding_class(cfg.ponder.method)  # raises its error first
+    if tokenizer_path is not None and (given := tokenizer.find(cfg, tokenizer_path)) is not None:
+        tokenizer.warn_of_another(given, source)
     if dtype is None and before is not None and _exact(state, before.dtype):
         dtype = before.dtype
     dtype = dtype or str(state["embedding.word_embeddings.weight"].dtype).removeprefix("torch.")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megaponder.checkpoint.choose import locate
+from megaponder.checkpoint.state import load_state
 from megaponder.config.schema import RunConfig
 from megaponder.data.chat import Chat
 from megaponder.data.template import read_template, template_of
@@ -15,6 +18,7 @@ from megaponder.errors import UserError
 from megaponder.export.folder import write_json
 from megaponder.export.kept import ENDS
 
+log = logging.getLogger(__name__)
 NONE = "none"
 """Used instead of a path: export without a tokenizer."""
 FIX = f"set --tokenizer to its path, or to {NONE!r} to export without one"
@@ -50,7 +54,21 @@ def of_text(cfg: RunConfig, source: str | Path, path: str | Path | None) -> Toke
     refuse_none(path)
     if (tokenizer := find(cfg, path, "set --tokenizer to its path")) is None:
         raise UserError(f"{source} does not name a tokenizer (data.tokenizer); set one with --tokenizer.")
+    if path is not None:
+        warn_of_another(tokenizer, locate(source))
     return tokenizer
+
+
+def warn_of_another(tokenizer: Tokenizer, checkpoint: Path) -> None:
+    """A warning where the data that a checkpoint was trained on record other tokenizers alone.  The same ids may have
+    another fingerprint, as in an export, so that this is no error."""
+    known = load_state(checkpoint)[1].tokenizers()
+    if known and tokenizer.fingerprint not in known:
+        log.warning(
+            "--tokenizer %s: its fingerprint is %s, and the data of %s have %s, so its ids may mean other texts; leave "
+            "it out to use the run's own.",
+            tokenizer.name, tokenizer.fingerprint[:12], checkpoint, ", ".join(sorted(one[:12] for one in known)),
+        )  # fmt: skip
 
 
 def refuse_none(path: str | Path | None) -> None:

@@ -63,6 +63,8 @@ def resume(
         path = agree.locate(cfg.checkpoint.load)
         for warning in on_first_rank(lambda: refuse_other_model(cfg, path, weights_only=True)):
             say(warning)
+        for warning in on_first_rank(lambda: data.other_tokenizer(load_state(path)[1].tokenizers(), path)):
+            say(warning)
         fresh, left = restore.load(path, stage, optimizer, ema)
         new = f"; newly initialised: {', '.join(fresh)}" if fresh else ""
         old = f"; ignored, since {cfg.ponder.method} does not use them: {', '.join(left)}" if left else ""

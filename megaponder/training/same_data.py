@@ -100,6 +100,16 @@ class SameData:
             for path, what in changed.items()
         ]
 
+    def other_tokenizer(self, then: set[str], checkpoint: Path) -> list[str]:
+        """A warning if the datasets have another tokenizer than those (fingerprints) of the weights that are loaded."""
+        mine = {one.tokenizer for one in self.identities.values() if one.tokenizer}
+        if not mine or not then or mine & then:
+            return []
+        return [
+            f"Warning: the datasets were prepared with another tokenizer ({min(mine)[:12]}) than those that "
+            f"{checkpoint} was trained on ({min(then)[:12]}), so that its embeddings belong to other tokens."
+        ]
+
     def look(self) -> list[str]:
         """Sentences about datasets that were replaced, changed or deleted since they were opened.
 

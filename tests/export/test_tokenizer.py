@@ -10,11 +10,14 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
+from megaponder.checkpoint.state import Contents, TrainState, save_state
 from megaponder.config.schema import DataConfig, ModelConfig, RunConfig
+from megaponder.data.identity import Identity
 from megaponder.data.tokenizer import load_tokenizer
 from megaponder.errors import UserError
 from megaponder.export import tokenizer
 from megaponder.export.tokenizer import SAMPLES
+from megaponder.training.same_data import SameData
 
 TEXT = ["Hello world, this is a test of the tokenizer.", "def f(x): return x + 1", "naïve café — two  spaces\n"] * 20
 
@@ -105,3 +108,24 @@ def test_mistakes(tmp_path: Path) -> None:
     out.mkdir()
     with pytest.raises(UserError, match="no token of id 599"):
         tokenizer.write(config(str(path), eod=599), out, None)
+
+
+def test_a_tokenizer_that_the_data_do_not_record_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    own = load_tokenizer("bytes")
+    data = {"a": {"tokenizer": own.fingerprint}, "b": {"tokenizer": None}, "c": "of an earlier version"}
+    for name, kept in (("known", data), ("unknown", {})):
+        (tmp_path / name).mkdir()
+        save_state(tmp_path / name, TrainState(), Contents(masters=False, data=kept))
+    other = load_tokenizer(str(bpe(tmp_path, template=False)))
+    tokenizer.warn_of_another(own, tmp_path / "known")
+    tokenizer.warn_of_another(other, tmp_path / "unknown")
+    assert not [one for one in caplog.records if one.name == tokenizer.__name__]
+    tokenizer.warn_of_another(other, tmp_path / "known")
+    assert (
+        f"is {other.fingerprint[:12]}, and the data of {tmp_path / 'known'} have {own.fingerprint[:12]}" in caplog.text
+    )
+    same = SameData.__new__(SameData)  # what it has read of its datasets, alone
+    same.identities = {"a": Identity(1, 1, 1, "", other.fingerprint)}
+    assert same.other_tokenizer({other.fingerprint}, tmp_path) == same.other_tokenizer(set(), tmp_path) == []
+    [told] = same.other_tokenizer({own.fingerprint}, tmp_path)
+    assert f"another tokenizer ({other.fingerprint[:12]}) than" in told
