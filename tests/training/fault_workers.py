@@ -113,16 +113,16 @@ def _stall(first: int, seconds: float, number: int = 0) -> None:
     """Storage stalls when the batch that begins with sequence `first` is read; a signal arrives meanwhile."""
     from megaponder.data.stream import SampleStream
 
-    original = SampleStream.sequence
+    original = SampleStream.item
 
-    def sequence(self: Any, index: int) -> Any:
+    def item(self: Any, index: int) -> Any:
         if index == first and self.field == "data.train":
             if number:
                 threading.Timer(2.0, lambda: os.kill(os.getpid(), number)).start()
             time.sleep(seconds)
         return original(self, index)
 
-    _replace(SampleStream, "sequence", sequence)
+    _replace(SampleStream, "item", item)
 
 
 def _full_disk(engine: Any, step: int, out: Any) -> Any:
