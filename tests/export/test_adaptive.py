@@ -386,7 +386,7 @@ def test_passes_and_thresholds_are_arguments() -> None:
     assert out.past_key_values.depths().shape == (2, 11) and out.past_key_values.depths().max() == 2
     with pytest.raises(ValueError, match="passes = 5: it must be 1 to 4, the passes that the model was trained with"):
         net(tokens, passes=5)
-    with pytest.raises(ValueError, match=r"threshold = 0.5: method loop has no threshold"):
+    with pytest.raises(ValueError, match=r"threshold = 0.5: method loop has none"):
         models.model("llama", "loop")(tokens, threshold=0.5)
 
 

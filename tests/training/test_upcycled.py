@@ -47,7 +47,7 @@ def mixture(base: Base) -> Path:
         after = load_weights(base.root / name)[1]
         for n, t in before.items():
             assert torch.equal(after[n], t.to(after[n].dtype)) == (groups_of(n) != ("mlp",)), f"{name}: {n}"
-    out = base.root / "mixture"
+    out = base.root / "upcycled"
     split(base.run, {name: base.root / name for name in ("art", "law")}, out, slices=4)
     return out
 

@@ -200,7 +200,8 @@ def went_on(models: Models, name: str, start: str, seed: int, share: float = 0.1
              for n, t in state.items()}  # fmt: skip
     record = of_checkpoint(next((models.root / start / "checkpoints").iterdir()))
     cfg = replace(cfg, run=str(path), checkpoint=replace(cfg.checkpoint, load=str(models.root / start)))
-    cfg = replace(cfg, data=replace(cfg.data, loss_mask="answers" if "sft" in name else cfg.data.loss_mask))
+    if "sft" in name:
+        cfg = replace(cfg, data=replace(cfg.data, loss_mask="answers", document_attention=True))
     with reference.engine(cfg, moved) as engine:
         told = TrainState(upcycled=record.plain() if record else {})
         save_weights(path / "checkpoints", cfg, engine.stage, state=told)
