@@ -14,6 +14,8 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 RANKS = int(os.environ.get("MEGAPONDER_TP", "1"))
 if RANKS == 1:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+else:  # a core for each; vLLM itself wants a NUMA node for each
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, sorted(os.sched_getaffinity(0))[:RANKS])))
 
 
 def main(folder: str, given: str, out: str) -> None:
