@@ -24,7 +24,6 @@ from benchmarks.command import RESULTS, folder, number, parser, script, write
 from benchmarks.study import corpus as texts
 from benchmarks.study import queue
 from benchmarks.study.rows import ORDER, SEEDS, SIZES, STEPS, Row, rows
-from megaponder.errors import UserError
 
 say = partial(print, flush=True)
 PLANNED = 1000
@@ -156,17 +155,12 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--output", type=folder, default=RESULTS, help="results; default: benchmarks/results")
     args = options.parse_args(argv)
     begin, cuda = time.monotonic(), torch.cuda.is_available()
-    gpus = max(1, torch.cuda.device_count())
     size = SIZES[args.size]
     command = shlex.join(["python", "-m", "benchmarks.gentle_start", *(sys.argv[1:] if argv is None else argv)])
     text = texts.ready(args.corpus, args.bytes, size.vocab - 1, args.work)
 
     def together(jobs: list[queue.Job]) -> None:
-        minutes = None if args.minutes is None else args.minutes - (time.monotonic() - begin) / 60
-        rate = queue.RATES["cuda" if cuda else "cpu"] * gpus
-        done = queue.run(jobs, min(args.parallel, max(1, len(jobs))), minutes, rate, say, gpus)
-        if len(done) < len(jobs):
-            raise UserError(f"{len(jobs) - len(done)} of {len(jobs)} runs remain; the same command goes on.")
+        queue.run_all(jobs, args.parallel, begin, args.minutes, say)
 
     tokens = args.base_tokens or size.tokens // 2
     vanilla = next(row.kind for row in rows(args.size) if row.kind.name == "vanilla")

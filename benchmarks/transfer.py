@@ -228,12 +228,7 @@ def main(argv: list[str] | None = None) -> None:
             if not (place / f"{p.name}.json").is_file()
         ]
         say(f"{len(wanted) - len(jobs)} of {len(wanted)} runs were done before.")
-        minutes = None if args.minutes is None else args.minutes - (time.monotonic() - begin) / 60
-        gpus = max(1, torch.cuda.device_count())
-        rate = queue.RATES["cuda" if cuda else "cpu"] * gpus
-        done = queue.run(jobs, min(args.parallel, max(1, len(jobs))), minutes, rate, say, gpus)
-        if len(done) < len(jobs):
-            raise UserError(f"{len(jobs) - len(done)} of {len(jobs)} runs remain; the same command goes on.")
+        queue.run_all(jobs, args.parallel, begin, args.minutes, say)
     found: dict[str, list[dict[str, Any]]] = {}
     for p in wanted:
         if (place / f"{p.name}.json").is_file():

@@ -223,17 +223,13 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--output", type=folder, default=RESULTS, help="results; default: benchmarks/results")
     args = options.parse_args(argv)
     begin, cuda = time.monotonic(), torch.cuda.is_available()
-    gpus, size = max(1, torch.cuda.device_count()), SIZES[args.size]
+    size = SIZES[args.size]
     command = shlex.join(["python", "-m", "benchmarks.upcycle", *(sys.argv[1:] if argv is None else argv)])
     text = texts.ready(args.corpus, args.bytes, size.vocab - 1, args.work)
     sizes = by_kind(args.corpus, args.bytes, text)
 
     def together(jobs: list[queue.Job]) -> None:
-        minutes = None if args.minutes is None else args.minutes - (time.monotonic() - begin) / 60
-        rate = queue.RATES["cuda" if cuda else "cpu"] * gpus
-        done = queue.run(jobs, min(args.parallel, max(1, len(jobs))), minutes, rate, say, gpus)
-        if len(done) < len(jobs):
-            raise UserError(f"{len(jobs) - len(done)} of {len(jobs)} runs remain; the same command goes on.")
+        queue.run_all(jobs, args.parallel, begin, args.minutes, say)
 
     tokens = args.tokens or size.tokens // 2
     vanilla = next(row.kind for row in rows(args.size) if row.kind.name == "vanilla")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.study.run import END, SAVE, STOPPED
+from megaponder.errors import UserError
 
 POLL = 0.5
 SAVING = 45.0
@@ -38,6 +39,18 @@ class Job:
     """Needed by what is left of its training."""
     memory: float = 0.0
     """Bytes that it takes on a GPU."""
+
+
+def run_all(jobs: list[Job], parallel: int, begin: float, minutes: float | None, say: Callable[[str], None]) -> None:
+    """Run the jobs over all GPUs, or on the CPU; UserError if some remain when `minutes` since `begin` are over."""
+    import torch
+
+    gpus = max(1, torch.cuda.device_count())
+    left = None if minutes is None else minutes - (time.monotonic() - begin) / 60
+    rate = RATES["cuda" if torch.cuda.is_available() else "cpu"] * gpus
+    done = run(jobs, min(parallel, max(1, len(jobs))), left, rate, say, gpus)
+    if len(done) < len(jobs):
+        raise UserError(f"{len(jobs) - len(done)} of {len(jobs)} runs remain; the same command goes on.")
 
 
 def run(
