@@ -19,6 +19,8 @@ from megaponder.upcycle import record
 
 MATRICES = ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
 """Of a layer: what discipline experts may have trained."""
+FUSED_NORM, PLAIN_NORM = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
+"""What the norm before an MLP is called in a dense model's checkpoint, and before experts."""
 
 
 def matrices(layer: int) -> tuple[str, str]:

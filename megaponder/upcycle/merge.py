@@ -16,9 +16,9 @@ from megaponder.errors import ConfigError, UserError
 from megaponder.export.import_config import start_config
 from megaponder.ponder.settings import check_shape
 from megaponder.upcycle import slices as cutting
+from megaponder.upcycle.dense import FUSED_NORM, PLAIN_NORM
 from megaponder.upcycle.record import Record, of_checkpoint
 from megaponder.upcycle.save import refuse_existing, save
-from megaponder.upcycle.split import _NORM, _PLAIN_NORM
 
 SHARED = "shared"
 
@@ -64,7 +64,7 @@ def merge(mixture: str | Path, out: str | Path, take: str = SHARED) -> Merged:
         if ".mlp." not in name:
             fused = cfg.model.norm_placement != "post"
             (tensor,) = stored.read(name)
-            found[name.replace(_PLAIN_NORM, _NORM) if fused else name] = tensor.float()
+            found[name.replace(PLAIN_NORM, FUSED_NORM) if fused else name] = tensor.float()
     for layer in range(cfg.model.num_layers or 0):
         at = f"decoder.layers.{layer}.mlp"
         kind = "shared_experts" if take == SHARED else "experts.experts"

@@ -29,7 +29,15 @@ from megaponder.errors import ConfigError, UserError
 from megaponder.export.import_config import start_config
 from megaponder.ponder.settings import check_shape, initialisation, method_of
 from megaponder.upcycle import slices as cutting
-from megaponder.upcycle.dense import MATRICES, Dense, matrices, refuse_other_shape, refuse_other_weights
+from megaponder.upcycle.dense import (
+    FUSED_NORM,
+    MATRICES,
+    PLAIN_NORM,
+    Dense,
+    matrices,
+    refuse_other_shape,
+    refuse_other_weights,
+)
 from megaponder.upcycle.record import INITS, Record
 from megaponder.upcycle.save import refuse_existing, save
 
@@ -38,7 +46,6 @@ NOT_BUILT = {
     "clustered": "slices of neurons that are active together need activations, which are not measured",
 }
 log = logging.getLogger(__name__)
-_NORM, _PLAIN_NORM = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
 
 
 @dataclass(frozen=True)
@@ -168,7 +175,7 @@ def _assemble(cfg: RunConfig, base: Dense, copies: list[Dense], record: Record) 
             (theirs,) = copy.stored.read(name)
             copy.tell(name, theirs)
             refuse_other_weights(copy, name, mine, theirs)
-        found[name.replace(_NORM, _PLAIN_NORM)] = mine.float()
+        found[name.replace(FUSED_NORM, PLAIN_NORM)] = mine.float()
     for layer in range(cfg.model.num_layers or 0):
         at = f"decoder.layers.{layer}.mlp"
         parts = cutting.blocks(record.neurons, k, record.slicing, record.seed, layer)
