@@ -19,6 +19,8 @@ WINDOW = 200
 NOISE = 0.005
 """Losses that are closer than this say nothing about rates: two seeds of a row differed by 0.001 to 0.013."""
 ADAPTIVE = ("adaponderlm", "confident_ponderlm", "adaptive_cot", "ponderlm3")
+DRAWN = ("adaptive_cot", "ponderlm3")
+"""Of these, the rows that are trained with random halting; `pruned-random` is that of the others."""
 TARGETS = ("0.9", "0.7", "0.6")
 SELECTING = ("vanilla", "eslm", "eslm-entropy", "eslm-0.3")
 QUESTIONS = {
@@ -31,7 +33,12 @@ QUESTIONS = {
     ),
     "(c) AdaPonderLM that saves a tenth against PonderLM": ("ponderlm", "adaponderlm-0.9", "adaponderlm-paper"),
     "(d) Learned against random and positional halting": tuple(
-        f"{method}-{t}" for t in TARGETS for method in (*ADAPTIVE, "pruned-random", "pruned-position")
+        kind
+        for t in TARGETS
+        for kind in (
+            *(f"{method}-{t}" for method in (*ADAPTIVE, "pruned-random", "pruned-position")),
+            *(f"{method}-{t}-drawn" for method in DRAWN),
+        )
     ),
     "(f) Adaptive CoT against PonderLM-2, by training FLOPs": (
         "ponderlm2", *(f"adaptive_cot-{t}" for t in TARGETS), "adaptive_cot-paper", "adaptive_cot-mlp",
@@ -104,6 +111,15 @@ def _spread(values: Sequence[float], form: str = ".4f") -> str:
     return format(mean(values), form) + (f" ± {format(stdev(values), form.lstrip('+'))}" if len(values) > 1 else "")
 
 
+def at_random(row: Row) -> float | None:
+    """The loss of the same model with as many passes spread at random, where its evaluation has that: measured on a
+    part of the text, so the difference there is added to the loss of all text."""
+    sweep = row.get("sweep", [])
+    own = [s["loss"] for s in sweep if s.get("kind") == "as trained"]
+    chance = [s["loss"] for s in sweep if s.get("kind") == "random"]  # the first has the threshold of training
+    return float(row["loss"] + chance[0] - own[0]) if own and chance else None
+
+
 def _losses(rows: Sequence[Row], kinds: Sequence[str]) -> str:
     lines = []
     for kind in kinds:
@@ -118,12 +134,18 @@ def _losses(rows: Sequence[Row], kinds: Sequence[str]) -> str:
                     f"{first['lr']:g}",
                     f"{len(found)}",
                     _spread([r["loss"] for r in found]),
+                    _mean((at_random(r) for r in found), ".4f"),
                     f"{bits:.4f}",
                     depth,
                     *costs,
                 ]
             )
-    head = ["row", "rate", "seeds", "loss", "bits per byte", "depth", "training FLOPs", "FLOPs a token"]
+    head = [
+        "row", "rate", "seeds", "loss", "with random passes", "bits per byte", "depth", "training FLOPs",
+        "FLOPs a token",
+    ]  # fmt: skip
+    if not any(line[4] for line in lines):  # nothing here decides about passes
+        head, *lines = ([*line[:4], *line[5:]] for line in (head, *lines))
     return _table(head, lines, [kind for kind in kinds if not _best(rows, kind)])
 
 

@@ -108,8 +108,12 @@ def _kinds() -> Iterator[Kind]:
         for by in ("random", "position"):
             depth = {"steps": STEPS, "depth": round(t * (STEPS + 1), 3), "by": by}
             yield Kind(f"pruned-{by}-{t}", "pruned_ponderlm", "ponderlm", depth, target=t)
-    drawn_at_random = {"steps": STEPS, "target": 0.6, "explore": 1.0}
-    yield Kind("adaponderlm-0.6-drawn", "adaponderlm", "ponderlm", drawn_at_random, target=0.6, ramped=True)
+    # trained with random halting: what `pruned-random` is to methods that pass on as PonderLM does, of the other two
+    at_random = {"explore": 1.0}
+    yield _budgeted("adaponderlm", "ponderlm", {"steps": STEPS, **at_random}, 0.6, "-drawn")
+    for t in TARGETS:
+        yield _budgeted("adaptive_cot", "ponderlm2", {"steps": STEPS, **at_random}, t, "-drawn")
+        yield _budgeted("ponderlm3", "ponderlm2", {**latents, **at_random}, t, "-drawn")
     # the published forms, which have no budget
     published: dict[str, Any] = {"steps": STEPS, "target": 0.0}
     yield Kind("ponderlm3", "ponderlm3", "ponderlm2", {**latents, "target": 0.0})
@@ -139,11 +143,12 @@ def _kinds() -> Iterator[Kind]:
         yield Kind(name, "vanilla", "vanilla", eslm=given)
 
 
-def _budgeted(method: str, family: str, options: dict[str, Any], target: float) -> Kind:
+def _budgeted(method: str, family: str, options: dict[str, Any], target: float, told: str = "") -> Kind:
     known = {f.name for f in fields(methods()[method].Options)}
     why = "" if "target" in known else f"{method} has no option that holds a budget"
     ramped = {"ramp_start", "ramp_end"} <= known
-    return Kind(f"{method}-{target}", method, family, {**options, "target": target}, "auto", 1, target, ramped, why)
+    name, given = f"{method}-{target}{told}", {**options, "target": target}
+    return Kind(name, method, family, given, target=target, ramped=ramped, impossible=why)
 
 
 @dataclass(frozen=True)

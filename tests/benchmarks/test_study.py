@@ -107,6 +107,15 @@ def test_answers_show_the_best_rate_with_its_seeds() -> None:
     assert told.count("| loop | 0.006 | 3 | 3.3400 ± 0.0100 | 1.0000 |") == 3  # in (a), (b) and (g)
     assert "| loop | 0.012 | 1 | 3.3340 | " in answers.text([*three, row(0.012, 1, 3.334)])
     assert all(f"## ({letter}) " in told for letter in "abcdefg")
+    swept = [{"kind": "as trained", "loss": 3.0}, {"kind": "random", "loss": 3.25}, {"kind": "random", "loss": 9.0}]
+    options = {"ponder": {"options": {"steps": 3}}}
+    budgeted = row(0.006, 1, 3.5) | {
+        "kind": "adaptive_cot-0.6-drawn", "method": "adaptive_cot", "target": 0.6, "depth": 2.4, "sweep": swept,
+        "depth_in_training": [{"step": 1, "depth": 2.5}], "config": options,
+    }  # fmt: skip
+    told_of_depth = answers.text([*three, budgeted])
+    assert "| adaptive_cot-0.6-drawn | 0.006 | 1 | 3.5000 | 3.7500 | 1.0000 | 2.40 |" in told_of_depth
+    assert "| adaptive_cot-0.6-drawn | 0.006 | 1 | 2.40 | 2.500 | 0.100 | 2.400 | +0.000 |" in told_of_depth
     more = {"tokens": 88_000_000, "epochs": 1.94}
     other = row(0.012, 1, 3.3) | {"kind": "vanilla", "tokens": 2_000_000, "epochs": 0.04}
     *_, best, second = answers.equal_flops([*(r | more for r in three), other]).strip().splitlines()
