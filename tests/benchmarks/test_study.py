@@ -111,7 +111,7 @@ def test_answers_show_the_best_rate_with_its_seeds() -> None:
     options = {"ponder": {"options": {"steps": 3}}}
     budgeted = row(0.006, 1, 3.5) | {
         "kind": "adaptive_cot-0.6-drawn", "method": "adaptive_cot", "target": 0.6, "depth": 2.4, "sweep": swept,
-        "depth_in_training": [{"step": 1, "depth": 2.5}], "config": options,
+        "depth_in_training": [{"step": n, "depth": 2.5} for n in (1, 2)], "config": options,
     }  # fmt: skip
     told_of_depth = answers.text([*three, budgeted])
     assert "| adaptive_cot-0.6-drawn | 0.006 | 1 | 3.5000 | 3.7500 | 1.0000 | 2.40 |" in told_of_depth
