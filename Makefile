@@ -51,7 +51,8 @@ test-newest: ## What touches megatron-core, with the newest packages (make test-
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || { \
 	  echo "The newest megatron-core needs Python 3.12: run make test-newest PYTHON=python3.12." >&2; exit 1; }
 	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
-	$(NEWEST)/bin/python -m pip install --quiet --no-compile --upgrade --editable '.[export,parquet]' pytest pytest-xdist hypothesis
+	$(NEWEST)/bin/python -m pip install --quiet --no-compile --upgrade --upgrade-strategy eager \
+	  --editable '.[export,parquet]' pytest pytest-xdist hypothesis
 	$(NEWEST)/bin/python -m pip list | grep -E '^(torch|megatron-core|numpy|transformers) '
 	$(NEWEST)/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(ON_NEWEST) $(PYTEST_ARGS)
 

@@ -17,6 +17,7 @@ Writes training-TABLE.{json,md} into the folder of results.
 from __future__ import annotations
 
 import argparse
+import datetime
 import gc
 import math
 import os
@@ -24,7 +25,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,10 @@ from megaponder.errors import ConfigError, UserError
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as launch/torchrun.sh sets it
 VOCAB = 50304
+PATIENCE = 5.0
+"""Minutes after which a collective that not all ranks have joined ends the processes."""
+LOST = datetime.timedelta(minutes=2)
+"""How long a rank that is done with a row waits for the others."""
 PEAK = 989.4e12
 """Dense BF16 peak of an H100 or H200 (SXM) by the datasheet; MFU refers to it in every precision."""
 
@@ -56,6 +61,7 @@ def config(row: Row, micro_batches: int, world: int | None = None) -> RunConfig:
     p.experts = row.experts
     p.distributed_optimizer, p.recompute = True, "layer" if row.recompute else "none"
     p.offload_passes = row.offloaded
+    p.timeout_minutes = PATIENCE
     if row.zero is not None:
         cfg.train.engine, p.zero_stage, p.offload = "deepspeed", row.zero, row.offload  # type: ignore[assignment]
         p.overlap_grad_reduce = True
@@ -338,13 +344,36 @@ def _idle(results: list[dict[str, Any]]) -> list[str]:
     return ["", told, "", head, "|---|---|---|---|", *lines]
 
 
-def chosen(table: str, part: str) -> list[Row]:
-    """The rows of a table whose name contains `part`."""
-    rows = [row for row in TABLES[table] if part in row.name]
-    if not rows:
-        names = "; ".join(row.name for row in TABLES[table])
-        raise ConfigError("--only", part, f"no row of {table} contains it", f"its rows are: {names}")
-    return rows
+def chosen(table: str, parts: Sequence[str]) -> list[Row]:
+    """The rows of a table whose name contains one of `parts`, in the order of the parts."""
+    found: dict[str, Row] = {}
+    for part in parts:
+        named = {row.name: row for row in TABLES[table] if part in row.name}
+        if not named:
+            names = "; ".join(row.name for row in TABLES[table])
+            raise ConfigError("--only", part, f"no row of {table} contains it", f"its rows are: {names}")
+        found |= {name: row for name, row in named.items() if name not in found}
+    return list(found.values())
+
+
+def may_go_on(number: int, failed: bool) -> bool:
+    """Whether the next row can be measured: among several ranks, if this one failed on none.  All ranks call this.
+
+    A rank that failed alone leaves the others in a collective for ever: it then ends, and the launcher ends them.
+    """
+    from megaponder.engine import groups
+
+    rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    if world == 1:
+        return True
+    store, keys = groups.shared_store(), [f"benchmarks.training/{number}/{r}" for r in range(world)]
+    store.set(keys[rank], "failed" if failed else "measured")
+    try:
+        store.wait(keys, LOST)
+    except RuntimeError:
+        print(f"rank {rank}: another rank is not done with the row; all end here.", file=sys.stderr, flush=True)
+        os._exit(1)
+    return all(store.get(key) == b"measured" for key in keys)
 
 
 def check_gpus(table: str) -> int:
@@ -364,7 +393,9 @@ def main(argv: list[str] | None = None) -> int:
     options = parser("training", __doc__)
     options.add_argument("table", nargs="?", choices=list(TABLES))
     options.add_argument("--list", action="store_true", help="rows of every table")
-    options.add_argument("--only", default="", metavar="PART", help="rows whose name contains this")
+    options.add_argument(
+        "--only", nargs="+", default=[""], metavar="PART", help="rows whose name contains one of these, in this order"
+    )
     options.add_argument("--steps", type=number(1), default=5, help="timed steps; default: 5")
     options.add_argument("--warm", type=number(0), default=3, help="steps before; default: 3")
     options.add_argument(
@@ -384,8 +415,8 @@ def main(argv: list[str] | None = None) -> int:
     rows = chosen(args.table, args.only)
     torch.cuda.set_device(check_gpus(args.table))
     args.context = _in_use()
-    results = []
-    for row in rows:
+    results: list[dict[str, Any]] = []
+    for i, row in enumerate(rows):
         try:
             results.append(measure(row, args))
         except Exception as error:  # the other rows shall still be measured
@@ -395,11 +426,15 @@ def main(argv: list[str] | None = None) -> int:
             r = results[-1]
             line = r.get("error") or (
                 f"{r['tokens_per_second_per_gpu']:,.0f} tok/s {r['mfu']:.1%} {r['peak_gib']:.1f} GiB, "
-                f"set up {r['set_up_s']:.0f} s, loss {r['loss']:.3f}"
+                f"set up {r['set_up_s']:.0f} s, a step {r['seconds']:.1f} s, loss {r['loss']:.3f}"
             )
             print(f"{row.name}: {line}", flush=True)
             if any("error" not in r for r in results):  # failures alone replace no table
                 write(args.output, f"training-{args.table}", results, table(results, args))
+        if not may_go_on(i, "error" in results[-1]):
+            left = " ".join(repr(row.name) for row in rows[i + 1 :])
+            print(f"Process groups cannot be used after this row. Left: --only {left}", file=sys.stderr, flush=True)
+            os._exit(1)  # they may not end, either
         gc.collect()
         torch.cuda.empty_cache()
     if dist.is_initialized():  # some row came so far

@@ -21,14 +21,14 @@ def prepare() -> None:
     import megaponder.inference.evaluation  # noqa: F401
 
 
-def evaluate(run: Path, corpus: dict[str, Any]) -> dict[str, Any]:
+def evaluate(run: Path, task: dict[str, Any]) -> dict[str, Any]:
     """Values of the newest checkpoint of a run, for its JSON; `evaluation` is also written into the run."""
     from megaponder import files
     from megaponder.inference import evaluation, heldout
 
     cfg, state = heldout.read_model(run)
-    folder, length = Path(corpus["folder"]), cfg.data.sequence_length
-    kinds = {kind: str(folder / f"heldout-{kind}") for kind in corpus["heldout"] if kind != "all"}
+    folder, length = Path(task["corpus"]["folder"]), cfg.data.sequence_length
+    kinds = {kind: str(folder / f"heldout-{kind}") for kind in task["corpus"]["heldout"] if kind != "all"}
     scores = heldout.score_all(cfg, state, kinds, BATCH)
     whole = heldout.together(list(scores.values()))
     sample = evaluation.Sample((str(folder / "heldout"),), SWEEP * length, FIT * length)

@@ -1,10 +1,13 @@
 """One row, in a process of its own: train (or go on), evaluate, write its JSON.
 
 python -m benchmarks.study.run ROW.json     (the queue writes that file and starts this)
+
+`evaluate` in that file names the module that evaluates, if not the study's; with false nothing does.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -15,7 +18,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from benchmarks.study import evaluation
 from megaponder.monitor import jsonl
 
 STOPPED = 75
@@ -34,14 +36,16 @@ def main(path: Path) -> int:
     (run / "study.yaml").write_text(json.dumps(task["config"]))  # which is YAML, too
     with open(run / "train.log", "ab") as log:
         train = start(run, log)
-        if task.get("evaluate", True):
+        how = task.get("evaluate", "benchmarks.study.evaluation")
+        if how:
+            evaluation = importlib.import_module(how)
             evaluation.prepare()  # meanwhile
         code = train.wait()
     if code == 143:
         return STOPPED
     if code:
         return code
-    found = evaluation.evaluate(run, task["corpus"]) if task.get("evaluate", True) else {}
+    found = evaluation.evaluate(run, task) if how else {}
     result = task["row"] | summary(run, task) | found | {"wall_seconds": time.time() - begin}
     out = Path(task["out"])
     out.parent.mkdir(parents=True, exist_ok=True)

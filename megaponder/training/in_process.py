@@ -9,6 +9,7 @@ is gone: only a launcher can replace it.
 from __future__ import annotations
 
 import copy
+import os
 import socket
 import sys
 import warnings
@@ -51,6 +52,8 @@ def run(cfg: RunConfig, once: Callable[[RunConfig], int]) -> int:
     Raises UserError as `once` does, and the last error, or LostRank, when no attempt is left.
     """
     inprocess, here = library(), launcher.adopt()
+    for name in ("TORCH_NCCL_RETHROW_CUDA_ERRORS", "NCCL_NVLS_ENABLE"):
+        os.environ.setdefault(name, "0")  # as the extension asks: groups that are aborted must not end the process
     last: list[Exception] = []
 
     class Begin(inprocess.initialize.RetryController):  # type: ignore[name-defined]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from inspect import signature
+
 import pytest
 import torch
 
@@ -29,10 +31,15 @@ def test_the_parts_of_all_ranks_are_the_sequence(size: int) -> None:
 def test_a_rank_holds_what_megatron_core_gives_it(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core import parallel_state
 
-    monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: 3)
-    monkeypatch.setattr(parallel_state, "get_context_parallel_rank", lambda: rank)
+    for module, name in (
+        (parallel_state, "context_parallel_"),
+        (torch.distributed, ""),
+    ):  # 0.16 asks one, 0.19 the other
+        monkeypatch.setattr(module, f"get_{name}world_size", lambda *_: 3)
+        monkeypatch.setattr(module, f"get_{name}rank", lambda *_: rank)
     batch = make_micro_batch(torch.arange(50).view(2, 25).numpy(), "plain", None)
-    theirs = get_batch_on_this_cp_rank({"tokens": batch.ids_bn, "labels": batch.labels_bn})
+    newer = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(get_batch_on_this_cp_rank).parameters else {}
+    theirs = get_batch_on_this_cp_rank({"tokens": batch.ids_bn, "labels": batch.labels_bn}, **newer)
     ours = part_of_batch(batch, 3, rank)
     assert torch.equal(ours.ids_bn, theirs["tokens"]) and torch.equal(ours.labels_bn, theirs["labels"])
     assert ours.places_n is not None and torch.equal(ours.places_n, ours.ids_bn[0])

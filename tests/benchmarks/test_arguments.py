@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 
 from benchmarks.command import RESULTS, write
-from benchmarks.training import _idle, config, planned_gib
+from benchmarks.training import _idle, chosen, config, planned_gib
 from benchmarks.training_rows import TABLES, WORLDS
 from megaponder.errors import UserError
+from tests.distributed import Workers, run_workers
 
 SCRIPTS = (
     "attention",
@@ -199,7 +201,9 @@ def test_rows_that_all_fail_replace_no_table(works: str, tmp_path: Path, monkeyp
         seen.append(row.name)
         if row.name != works:
             raise RuntimeError("no memory")
-        return dict(name=row.name, tokens_per_second_per_gpu=1.0, mfu=0.1, peak_gib=1.0, set_up_s=1.0, loss=1.0)
+        return dict(
+            name=row.name, tokens_per_second_per_gpu=1.0, mfu=0.1, peak_gib=1.0, set_up_s=1.0, seconds=1.0, loss=1.0
+        )
 
     monkeypatch.setattr("benchmarks.training.measure", measure)
     monkeypatch.setattr("benchmarks.training.table", lambda rows, args: f"{len(rows)} rows")
@@ -212,6 +216,24 @@ def test_rows_that_all_fail_replace_no_table(works: str, tmp_path: Path, monkeyp
         assert files(tmp_path) == before
     else:
         assert (tmp_path / "training-baseline.md").read_text() == "6 rows"
+
+
+def test_a_row_that_failed_on_one_rank_is_the_last() -> None:
+    here = "tests.benchmarks.measured_workers:rows"
+    assert run_workers(here, 2, args={"fails": True}) == [[True, False]] * 2
+    workers = Workers(here, 2, {"fails": False})
+    try:
+        while workers.poll()[0] is None:  # rank 1 never comes
+            time.sleep(0.05)
+        assert workers.poll()[0] == 1 and "another rank is not done with the row" in workers.output(0)
+    finally:
+        workers.kill()
+
+
+def test_rows_are_chosen_by_several_names() -> None:
+    names = [row.name for row in chosen("long", ["four passes, 3", "one pass"])]
+    assert names[:2] == ["CP=2, 32k tokens, four passes, 3 offloaded", "CP=2, 128k tokens, four passes, 3 offloaded"]
+    assert len(names) == 6 and all("one pass" in name for name in names[2:])
 
 
 def test_a_method_that_fails_leaves_the_table(

@@ -303,7 +303,7 @@ def never_leaves(**job: Any) -> None:
 def restarted(fault: str, at_step: int, **job: Any) -> int:
     """`train` with an error on rank 1 in a step, the first time that it is reached; its exit code.
 
-    `fault`: error, one that no sentence explains; mistake, one of the user's on both ranks; killed.
+    `fault`: error, one that no sentence explains; mistake, one of the user's on both ranks; killed; hangs, in Python.
     """
     from megaponder.training import loop
     from megaponder.training.job import train
@@ -317,6 +317,8 @@ def restarted(fault: str, at_step: int, **job: Any) -> int:
         if len(seen) == at_step and os.environ["RANK"] == "1":
             if fault == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
+            while fault == "hangs":
+                time.sleep(0.1)
             raise ValueError("out of the blue")
         update(optimizer, norm)
 
