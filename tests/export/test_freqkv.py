@@ -104,13 +104,13 @@ def test_memory_stays_and_keys_are_compressed_before_they_turn() -> None:
     while at < n:
         memory = torch.cat([memory[: f.sink], oracle.compress(memory[f.sink :], f.kept), k[at : at + f.hop]])
         at += f.hop
-    turned = cache.layers[0].keys[0, :, : len(memory)].transpose(0, 1).double()
-    half = turned.shape[-1] // 2
-    close(turned[..., half:], memory[..., half:])  # what is not rotated
-    a, b = turned[..., :half].chunk(2, -1)
-    x, y = memory[..., :half].chunk(2, -1)
-    close(a**2 + b**2, x**2 + y**2)
-    close(turned[0], memory[0])  # at position 0
+    turned, rotated = cache.layers[0].keys[0, :, : len(memory)].transpose(0, 1).double(), k.shape[-1] // 2
+    close(turned[..., rotated:], memory[..., rotated:])
+    pairs = memory[..., :rotated].unflatten(-1, (2, -1))
+    place, half = torch.arange(len(memory), dtype=torch.float64)[:, None, None], torch.arange(rotated // 2)
+    angles = place * net.config.rotary_base ** (-2.0 * half / rotated)
+    (a, b), cos, sin = pairs.unbind(-2), angles.cos(), angles.sin()
+    close(turned[..., :rotated], torch.cat([a * cos - b * sin, b * cos + a * sin], -1))
 
 
 @torch.no_grad()

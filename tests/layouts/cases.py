@@ -323,7 +323,7 @@ LAYOUTS = {
         batch=1, deep=True, every=False, sample=REPRESENTATIVES + DOCUMENTS, evaluate=True, documents=True
     ),
     "one-batch4-recompute": Layout(batch=4, recompute="layer", every=False),
-    "one-recompute-some": Layout(recompute="layer", parts=1, offload=True, every=False, sample=FEW),
+    "one-recompute-some": Layout(recompute="layer", parts=1, offload=True, every=False, sample=(*FEW, "freqkv-gqa")),
     "tp2": Layout(tensor=2, every=False, sample=FEW),
     "tp2-sp": Layout(tensor=2, sequence=True, batch=4, evaluate=True),
     "tp2-sp-recompute": Layout(tensor=2, sequence=True, recompute="layer", offload=True, every=False),
@@ -335,6 +335,7 @@ LAYOUTS = {
     "dp2-distopt-overlap": Layout(data=2, batch=1, distributed_optimizer=True, overlap=True, every=False, methods=True),
     "pp3": Layout(pipeline=3, batch=1, deep=True),
     "pp4": Layout(pipeline=4, batch=1, deep=True, every=False),
+    "tp4-sp": Layout(tensor=4, sequence=True, every=False, sample=("depth-skip",)),
     "tp2-pp2": Layout(tensor=2, pipeline=2, every=False, sample=FEW),
     "tp2-sp-pp2-recompute": Layout(
         tensor=2, pipeline=2, sequence=True, recompute="layer", deep=True, every=False, evaluate=True
@@ -345,7 +346,7 @@ LAYOUTS = {
     "tp2-sp-documents": Layout(tensor=2, sequence=True, every=False, evaluate=True, documents=True),
     "pp2-documents": Layout(pipeline=2, recompute="layer", deep=True, every=False, documents=True),
     "dp2-documents": Layout(data=2, every=False, documents=True),
-    "cp2": Layout(context=2, batch=1, deep=True, every=False, sample=CONTEXT, evaluate=True),
+    "cp2": Layout(context=2, batch=1, deep=True, every=False, sample=(*CONTEXT, "depth-skip"), evaluate=True),
     "cp2-documents": Layout(
         context=2, recompute="layer", deep=True, every=False, sample=DOCUMENTS, evaluate=True, documents=True
     ),
@@ -407,6 +408,8 @@ def cases_of(layout: Layout) -> list[str]:
             continue
         if layout.context > 1 and "freqkv" in case.model:
             continue  # refused: config.rules.freqkv
+        if case.model.get("num_kv_heads", 4) % layout.tensor:
+            continue  # refused: config.rules.layout
         if case.eslm.get("scope") != "global" and case.eslm and layout.batch != 1:
             continue
         if layout.experts > 1 and "moe" not in case.model:

@@ -53,13 +53,18 @@ def test_the_future_has_no_influence() -> None:
 def test_off_and_in_one_layer_it_is_the_plain_model() -> None:
     ids = torch.arange(12)[None]
 
+    shapes = []
+
     def logits(**model: Any) -> torch.Tensor:
-        return engine_of(replace(CASE, method="vanilla", options={}, model=model)).logits(ids)
+        engine = engine_of(replace(CASE, method="vanilla", options={}, model=model))
+        shapes.append({n: x.shape for n, x in engine.stage.state_dict().items() if x is not None})
+        return engine.logits(ids)
 
     depth = {"sources": "all"}
     assert torch.equal(logits(depth_attention={}), logits())
     assert torch.equal(logits(num_layers=1, depth_attention=depth), logits(num_layers=1))
     assert not torch.allclose(logits(depth_attention=depth), logits(), rtol=RTOL)
+    assert shapes[-2] == shapes[-1] and len(shapes[-1]) > 10, "there are no parameters"
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2), Layout(tensor=2, sequence=True)], ids=str)

@@ -176,18 +176,22 @@ ODD = {
         {},
         {"qk_norm": "all", "moe": {"experts": 5, "top_k": 3, "renormalise": False, "aux_weight": 0.7}},
     ),
-    "moe-one-parallel-post": Case(
+    "moe-one-parallel-post-freqkv": Case(
         "llama",
         "ponderlm",
         {"steps": 2},
         {
             "parallel_residual": True,
             "norm_placement": "post",
+            "freqkv": {"capacity": 7, "sink": 1},
             "moe": {"experts": 3, "top_k": 1, "renormalise": False, "scale": 2.0, "shared_ffn": 8, "aux_weight": 0.4},
         },
     ),
-    "moe-sigmoid": Case(
-        "qwen3", "loop", {"extra_passes": 1}, {"moe": {"experts": 4, "top_k": 2, "score": "sigmoid", "aux_weight": 0.5}}
+    "moe-sigmoid-depth": Case(
+        "qwen3",
+        "loop",
+        {"extra_passes": 1},
+        {"depth_attention": ALL, "moe": {"experts": 4, "top_k": 2, "score": "sigmoid", "aux_weight": 0.5}},
     ),
     "frozen-norms-relu": Case("gpt2", "ponderlm", {"steps": 1}, {"norm_affine": False, "activation": "relu"}),
     "pythia-pause": Case("pythia", "pause", {"pauses": 1, "pause_token_id": 3}),
