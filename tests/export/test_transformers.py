@@ -215,7 +215,9 @@ def test_continuous_batching(family: str, method: str) -> None:
     """Prompts of different lengths in one row, with keys and values in pages: the text of each alone."""
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-    shape = {"head_size": 12} if family == "llama" else {}  # of 32 / 4 channels otherwise
+    shape: dict[str, Any] = {"head_size": 12} if family == "llama" else {}  # of 32 / 4 channels otherwise
+    if method == "loop":
+        shape["depth_attention"] = {"sources": "last:3"}
     net, prompts = model(family, method, **shape), [ids(1, n, seed=n) for n in (3, 19, 5)]
     settings = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
     small = ContinuousBatchingConfig(page_size=8, num_blocks=32, max_batch_tokens=16)  # the longest prompt in two parts
