@@ -30,13 +30,18 @@ class Budget:
         self._spent: deque[tuple[float, float]] = deque(maxlen=rows)
         self._prices: deque[float] = deque(maxlen=rows)
 
+    def decides(self, step: int) -> bool:
+        """Whether some tokens are to halt: not before the end of a target's ramp, nor where the target is 1."""
+        window = self._method.window
+        return window is None or (step >= self._method.options.ramp_end and window.mean < window.most)
+
     def warnings(self, step: int, stats: Mapping[str, float]) -> dict[str, str | None]:
         """By subject; `stats` as `engine.depth.metrics` gives them."""
         budget, spent = self._method.budget(step), stats.get("wanted_depth", stats.get("mean_depth"))
         if budget is None or spent is None:
             return {}
         self._spent.append((spent, budget))
-        if PRICE in stats:
+        if PRICE in stats and self.decides(step):  # before, the threshold lies below all scores
             self._prices.append(stats[PRICE])
         if len(self._spent) < (self._spent.maxlen or 1):
             return {}
@@ -59,7 +64,7 @@ class Budget:
         return f"One gate does all the halting: of the tokens that halt early, {share:.0%} halt after pass {gate}."
 
     def _price(self) -> str | None:
-        if not self._prices or (price := sum(self._prices) / len(self._prices)) >= 0:
+        if len(self._prices) < (self._prices.maxlen or 1) or (price := sum(self._prices) / len(self._prices)) >= 0:
             return None
         return (
             f"The price of a pass is negative ({price:.4f} nats): the last passes that the budget pays for increase "

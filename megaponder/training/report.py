@@ -59,7 +59,7 @@ class Report:
         row.stats = finite(depth.metrics(out.stats, out.loss)) if out.tokens else {}
         share = monitor.throughput.costs.needed_share(depth.active_shares(row.stats))
         row.values |= monitor.throughput.rates(step, tokens, monitor.seconds(), share)
-        if step > self._gates_settled:
+        if step > self._gates_settled and self._budget.decides(step):
             monitor.warn("gates", depth.collapse_warning(row.stats))
         for name, sentence in self._budget.warnings(step, row.stats).items():
             monitor.warn(name, sentence)
@@ -73,6 +73,6 @@ class Report:
         row.values |= {"empty_evaluations": empty} if valid.loss is None else {"validation_loss": valid.loss}
         row.values |= {f"validation_loss_{name}": loss for name, loss in valid.sets.items()}
         row.stats |= {f"valid_{name}": value for name, value in valid.stats.items()}
-        self._monitor.warn("policy", random_is_as_good(valid))
+        self._monitor.warn("policy", random_is_as_good(valid) if self._budget.decides(row.step) else None)
         if valid.by_token is not None and (sentence := self._pondered.write(row.step, valid.by_token)):
             self._monitor.say(sentence)

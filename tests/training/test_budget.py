@@ -58,8 +58,20 @@ def test_one_open_gate_is_no_collapse() -> None:
 
 
 def test_a_negative_price_is_named() -> None:
-    said = _told({"target": 0.6}, _active(1, 1, 0.4) | {"price_of_a_pass": -0.02})["price"]
+    stats = _active(1, 1, 0.4) | {"price_of_a_pass": -0.02}
+    said = _told({"target": 0.6}, stats)["price"]
     assert said is not None and "-0.0200 nats" in said and "smaller ponder.options.target" in said
+    ramp = {"target": 0.6, "ramp_end": 1100}  # while all may go on the threshold says nothing of the budget
+    assert _told(ramp, stats)["price"] is None and _told(ramp, stats, rows=61)["price"] is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "step", "decides"),
+    [({"target": 0.6, "ramp_end": 9}, 8, False), ({"target": 0.6, "ramp_end": 9}, 9, True),
+     ({"target": 1.0}, 9, False), ({"target": 0.0, "ramp_end": 9}, 8, True)],
+)  # fmt: skip
+def test_a_policy_is_judged_once_it_decides(options: dict[str, Any], step: int, decides: bool) -> None:
+    assert Budget(build_method("adaponderlm", options, SHAPE), every=5).decides(step) == decides
 
 
 @pytest.mark.parametrize(("at_random", "warns"), [(3.1, False), (3.0, True), (2.9, True)])
