@@ -17,7 +17,8 @@ the plain model that reads each byte after half a window to a window of others: 
 The exports of `plain` and `freqkv` also read some texts with a cache, whose bytes are told by length.
 
 The other part asks for facts: pairs of symbols somewhere in the first half of a text of noise, whose first is named
-again in the second half; the answer is the second.  LONGEST is twice as long there.  CORPUS: see `benchmarks.study`.
+again in the second half, once; the answer is the second.  Recall is learnt before the roads part, on windows that ask
+for facts over and over.  LONGEST is twice as long there.  CORPUS: see `benchmarks.study`.
 
 What is done lies in the work folder, and a later call goes on from there.
 """
@@ -29,6 +30,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +53,14 @@ from benchmarks.long_roads import (
 )
 from benchmarks.long_texts import NOISE, SYMBOLS, Batch, corpus_bytes, crops, facts
 from benchmarks.report import origin
+from megaponder.config.schema import ModelConfig
 
 CACHED = 4
 """Texts that are read with a cache."""
-FACTS_TAKE = 8
-"""As many steps as for text, before the roads part."""
+FACTS_TAKE = 12
+"""At most as many times the steps for text, before the roads part."""
+RECALLED = 0.02
+"""The loss of facts with which the roads part."""
 
 
 def losses(engine: Any, ids: Tensor, counts: Tensor, rows: int) -> Tensor:
@@ -86,11 +91,11 @@ def moving_window(engine: Any, ids: Tensor, size: Size) -> Tensor:
     return torch.cat([found[:, 0, :half], found[:, :, half:].flatten(1)], 1)
 
 
-def right(engine: Any, batch: Batch, texts_of: int, n: int) -> float:
-    """Share of right answers at that length."""
+def right(engine: Any, batch: Batch, texts_of: int, n: int, tokens: int) -> float:
+    """Share of right answers at that length, `tokens` at a time."""
     hits = total = 0
-    for _ in range(texts_of):
-        ids, counts = batch(1, n)
+    for begin in range(0, texts_of, each := max(1, tokens // n)):
+        ids, counts = batch(min(each, texts_of - begin), n)
         answers = engine.logits(ids[:, :-1])[..., : 2 * NOISE].argmax(-1)
         asked = counts[:, 1:].bool()
         hits += int((answers == ids[:, 1:])[asked].sum())
@@ -110,19 +115,16 @@ def result_of(road: Road) -> str:
 
 def run(
     work: Path, size: Size, longest: int, batch: Batch, cuda: bool, look: Callable[[Road, Any, Any], dict[str, Any]],
-    windows: Size | None = None,
+    begin: Callable[[], tuple[ModelConfig, Path]],
 ) -> list[Any]:  # fmt: skip
-    """Train the windows, as `windows` says, then each road from their weights; what `look` sees of each.
-
-    Nothing is done twice.
-    """
+    """Train each road from the weights with which they `begin`; what `look` sees of each.  Nothing is done twice."""
     from megaponder.checkpoint import restore
 
     found: list[Any] = []
     for road in roads(size, longest):
         done = work / result_of(road)
         if not done.exists():
-            model, start = started(work, windows or size, batch, cuda)
+            model, start = begin()
             say(f"  {road.name}, texts of {road.length}")
             cfg, engine = engine_of(size, road, replace(model, max_positions=longest), cuda)
             restore.load(start, engine.stage)  # as `checkpoint.load` does
@@ -159,7 +161,8 @@ def in_text(work: Path, size: Size, corpus: Path, cuda: bool, device: str) -> li
             }  # fmt: skip
         return told
 
-    of_text = run(work, size, size.longest, crops(text, device), cuda, read)
+    batch = crops(text, device)
+    of_text = run(work, size, size.longest, batch, cuda, read, partial(started, work, size, batch, cuda))
     moving = {"road": "moving window", "length": size.window, "seconds": of_text[0]["seconds"]}
     return [*of_text, moving | of_text[0]["moving"]]
 
@@ -170,11 +173,12 @@ def of_facts(work: Path, size: Size, cuda: bool, device: str) -> list[Any]:
     say(f"facts in noise, up to {longest}")
 
     def answered(road: Road, cfg: Any, engine: Any) -> dict[str, Any]:
-        count = max(1, size.read // 4)
-        return {"right": {n: right(engine, facts(device, seed=3), count, n) for n in lengths_to(size, longest)}}
+        asked = facts(device, seed=3, once=True)
+        return {"right": {n: right(engine, asked, size.read, n, size.tokens) for n in lengths_to(size, longest)}}
 
     longer = replace(size, steps=FACTS_TAKE * size.steps)
-    return run(work, size, longest, facts(device), cuda, answered, longer)
+    begin = partial(started, work, longer, facts(device), cuda, RECALLED)
+    return run(work, size, longest, facts(device, once=True), cuda, answered, begin)
 
 
 def report(told: dict[str, Any]) -> str:

@@ -98,8 +98,11 @@ def micro_batch(ids: Tensor, counts: Tensor) -> Any:
     return MicroBatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), counts[:, 1:].float().contiguous())
 
 
-def train(engine: Any, cfg: RunConfig, batch: Batch, steps: int, size: Size, falls: bool) -> float:
-    """Seconds; the learning rate rises over a tenth of the steps, and in the end `falls` to 0."""
+def train(engine: Any, cfg: RunConfig, batch: Batch, steps: int, size: Size, falls: bool, enough: float = 0.0) -> float:
+    """Seconds; the learning rate rises over a tenth of the steps, and in the end `falls` to 0.
+
+    With a loss below `enough` it ends.
+    """
     from megaponder.training.optimizer import build_optimizer
     from megaponder.training.step import gradient_norm, update
 
@@ -113,8 +116,10 @@ def train(engine: Any, cfg: RunConfig, batch: Batch, steps: int, size: Size, fal
         drawn = micro_batch(*batch(cfg.train.micro_batch, cfg.data.sequence_length))
         found = engine.forward_backward([drawn], step, train=True)
         update(optimizer, gradient_norm(optimizer))
-        if step in (0, steps // 2, steps - 1):
+        if step in (0, steps // 2, steps - 1) or found.loss < enough:
             say(f"    step {step + 1}: loss {found.loss:.3f}, {time.monotonic() - begin:.0f} s")
+        if found.loss < enough:
+            break
     return time.monotonic() - begin
 
 
@@ -137,7 +142,7 @@ def exported(folder: Path, cfg: RunConfig, engine: Any) -> Path:
     return folder / "hf"
 
 
-def started(folder: Path, size: Size, batch: Batch, cuda: bool) -> tuple[ModelConfig, Path]:
+def started(folder: Path, size: Size, batch: Batch, cuda: bool, enough: float = 0.0) -> tuple[ModelConfig, Path]:
     """A Llama trained on windows, exported and imported, and its checkpoint: what lies in the folder, if it does."""
     from megaponder.checkpoint.folder import final, published
     from megaponder.checkpoint.weights import read_config
@@ -145,7 +150,7 @@ def started(folder: Path, size: Size, batch: Batch, cuda: bool) -> tuple[ModelCo
     if not published(folder / "imported" / "checkpoints"):
         say(f"  windows of {size.window}")
         cfg, engine = engine_of(size, Road("windows", {}, size.window), llama(size), cuda)
-        train(engine, cfg, batch, size.steps, size, falls=False)
+        train(engine, cfg, batch, size.steps, size, falls=False, enough=enough)
         hf = exported(folder / "windows", cfg, engine)
         if (hf / "modeling_megaponder.py").exists():
             raise UserError(f"{hf} is not in the format of transformers' Llama.")

@@ -47,8 +47,12 @@ def crops(text: Tensor, device: str) -> Batch:
     return batch
 
 
-def facts(device: str, seed: int = 2) -> Batch:
-    """Texts of noise with pairs (key, value) in the first half; the second repeats them, and there values count."""
+def facts(device: str, seed: int = 2, once: bool = False) -> Batch:
+    """Texts of noise with pairs (key, value) in the first half; the second repeats them, and there values count.
+
+    The second half holds nothing else, so most answers were given some tokens before as well; `once`: it is noise too,
+    and each pair comes again once.
+    """
     draw = torch.Generator().manual_seed(seed)
 
     def batch(b: int, n: int) -> tuple[Tensor, Tensor]:
@@ -59,6 +63,9 @@ def facts(device: str, seed: int = 2) -> Batch:
         told = 2 * torch.rand(b, n // 4, generator=draw).argsort(1)[:, :FACTS]  # even places of the first half
         again = (n // 2 + 2 * torch.arange(n // 4)).expand(b, -1)
         which = torch.randint(0, FACTS, again.shape, generator=draw)
+        if once:
+            again = n // 2 + 2 * torch.rand(b, n // 4, generator=draw).argsort(1)[:, :FACTS]
+            which = torch.arange(FACTS).expand(b, -1)
         for at, key, value in ((told, keys, values), (again, keys.gather(1, which), values.gather(1, which))):
             ids.scatter_(1, at, key)
             ids.scatter_(1, at + 1, value)

@@ -14,6 +14,7 @@ from megaponder.checkpoint.save import Saver
 from megaponder.checkpoint.state import TrainState
 from megaponder.config.budget import last_step
 from megaponder.config.model import short_reach
+from megaponder.config.rules.freqkv import joined_documents
 from megaponder.config.schema import RunConfig
 from megaponder.data import chat, epochs, packing
 from megaponder.data.blend import parse_blend, unread
@@ -150,7 +151,7 @@ def build(cfg: RunConfig, groups: Groups, stack: ExitStack) -> Run:
         monitor.say(f"The dataset {path} has weight 0 and is not read.")
     for sentence in on_data:
         monitor.say(sentence)
-    if sentence := short_reach(cfg.model):
+    for sentence in filter(None, (short_reach(cfg.model), joined_documents(cfg))):
         monitor.say(sentence)
     if method_only(cfg.train, state.step + 1):
         last, name = cfg.train.method_only_steps, cfg.ponder.method

@@ -15,9 +15,10 @@ from benchmarks.long_texts import FACTS, SYMBOLS, facts
 
 def test_questions_have_answers() -> None:
     """Each target follows a key of the second half, and is what followed that key in the first."""
-    for n in (32, 512):
-        ids, counts = facts("cpu")(5, n)
-        assert ids.shape == (5, n + 1) and int(counts.sum()) == 5 * (n // 4)
+    for n, once in ((32, False), (32, True), (512, False), (512, True)):
+        ids, counts = facts("cpu", once=once)(5, n)
+        assert ids.shape == (5, n + 1) and int(counts.sum()) == 5 * (FACTS if once else n // 4)
+        assert int((ids[:, n // 2 :] < SYMBOLS).sum()) == int(counts.sum()), "nothing else in that half names a key"
         for row, of in zip(ids.tolist(), counts.tolist(), strict=True):
             told = {row[i]: row[i + 1] for i in range(0, n // 2, 2) if row[i] < SYMBOLS}
             assert len(told) == 8
@@ -43,7 +44,7 @@ def test_means_and_the_table() -> None:
 def test_what_is_done_is_not_done_again(tmp_path: Path) -> None:
     for i, road in enumerate(roads(SIZES["tiny"], 256)):
         (tmp_path / result_of(road)).write_text(f'{{"road": "{road.name}", "seconds": {i}}}')
-    found = run(tmp_path, SIZES["tiny"], 256, facts("cpu"), False, lambda *_: {})
+    found = run(tmp_path, SIZES["tiny"], 256, facts("cpu"), False, lambda *_: {}, pytest.fail)
     assert [row["seconds"] for row in found] == [0, 1, 2, 3]
 
 

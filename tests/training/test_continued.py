@@ -81,6 +81,7 @@ def test_imported_weights_start_methods_with_parameters_of_their_own(imported: P
         assert f"Warning: {name} was " in output
     short = "YaRN with factor 4 stretches 10 positions to 40, fewer than model.max_positions = 64; factor 6.4 reaches"
     assert output.count(short) == 1
+    assert output.count("model.freqkv: where a sample holds several documents") == 1
     run("run_many", 2, jobs=[job(imported, f"{n}-pp2", n, parallel__pipeline=2) for n in OWN])
     for name, own in OWN.items():
         names = ", ".join(f"{PARAMETER_PREFIX}modules.{n}" for n in own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megaponder.config.rules.case import Case, Rule, require, require_option
+from megaponder.config.schema import RunConfig
 from megaponder.decoding.freqkv_blocks import OPTIONS, read
 
 FIELD = "model.freqkv"
@@ -68,6 +69,16 @@ def freqkv_has_whole_sequences(c: Case) -> None:
     rule = "with model.freqkv every block of a text waits for the memory of the one before, which one rank must hold"
     ok = not c.cfg.model.freqkv or c.cfg.parallel.context == 1
     require(ok, "parallel.context", c.cfg.parallel.context, rule, "use 1, or model.freqkv: {}")
+
+
+def joined_documents(cfg: RunConfig) -> str:
+    """A sentence if a memory goes on from one document of a sample to the next; empty otherwise."""
+    if not cfg.model.freqkv or cfg.data.document_attention:
+        return ""
+    return (
+        f"{FIELD}: where a sample holds several documents, their keys and values are compressed together; with "
+        "data.document_attention: true each document begins with a memory of its own."
+    )
 
 
 RULES: tuple[Rule, ...] = (freqkv_is_whole, freqkv_fits_backbone, freqkv_fits_method, freqkv_has_whole_sequences)
