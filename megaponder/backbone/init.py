@@ -123,7 +123,10 @@ def initialise(
             scale = output_factor if name.endswith(("linear_proj.weight", "linear_fc2.weight")) else 1.0
             ranks, rank = split if ".experts." in name else (tp, tp_rank)
             shape, dim = whole_shape(name, parameter, ranks, gated)
+            copies = getattr(parameter, "copies", 1)  # routers of several passes, which start as one for all
+            shape = (shape[0] // copies, *shape[1:])
             whole = draw(shape, kind, std * scale * carried(name), stream(seed, name))
+            whole = whole.repeat(copies, *[1] * (len(shape) - 1)) if copies > 1 else whole
             if gated and name.endswith(".linear_fc1.weight"):
                 whole[1] *= up_factor
             part = whole if dim is None else whole.chunk(ranks, dim=dim)[rank]

@@ -213,36 +213,39 @@ class PonderLayer(TransformerLayer):
         sources: Sequence[Tensor] = (),
         counted_sb: Tensor | None = None,
         disciplines_b: Tensor | None = None,
+        steps: Sequence[int] = (0,),
     ) -> tuple[Tensor, Kept, Kept, Routed | None]:
         """Rows in, rows out; with `reads`, all rows serve as keys and only the rows that are read come out.
 
         Also what the method keeps, what Depth-Attention gives to later layers (see `PonderAttention.forward`), and what
-        a mixture's router did, for which `counted_sb` says what share of a token each row is, and `disciplines_b` what
-        it should have done (`PonderRouter.forward`).
+        a mixture's router did, for which `counted_sb` says what share of a token each row is, `disciplines_b` what it
+        should have done, and `steps` which one it is (`PonderRouter.forward`).
         """
         given = (rotary, attend, kept, reads, sources)
         if counted_sb is not None and reads is not None:
             counted_sb = read_rows(counted_sb, reads) * (reads[0] / len(reads[1]))
+            steps = tuple(steps[i] for i in reads[1])
+        about = counted_sb, disciplines_b, steps
         if not self.parallel_residual:
             attended, bias, kept, made = self.self_attention(self.input_layernorm(x_sbh), *given)
             x_sbh = _add(read_rows(x_sbh, reads), attended, bias, self.post_self_attn_layernorm, self._stream)
-            inner, inner_bias, routed = self._mlp(x_sbh, counted_sb, disciplines_b)
+            inner, inner_bias, routed = self._mlp(x_sbh, *about)
             return _add(x_sbh, inner, inner_bias, self.post_mlp_layernorm, self._stream), kept, made, routed
         x_sbh, for_attention, for_mlp = fused.thrice(x_sbh)
         attended, bias, kept, made = self.self_attention(self.input_layernorm(for_attention), *given)
         x_sbh = read_rows(x_sbh, reads)
-        inner, inner_bias, routed = self._mlp(read_rows(for_mlp, reads), counted_sb, disciplines_b)
+        inner, inner_bias, routed = self._mlp(read_rows(for_mlp, reads), *about)
         if bias is None or inner_bias is None or self.post_mlp_layernorm is not None:
             x_sbh = _add(x_sbh, attended, bias, self.post_self_attn_layernorm)
             return _add(x_sbh, inner, inner_bias, self.post_mlp_layernorm), kept, made, routed
         return fused.add_biased_twice(x_sbh, attended, bias, inner, inner_bias), kept, made, routed
 
     def _mlp(
-        self, x_sbh: Tensor, counted_sb: Tensor | None, disciplines_b: Tensor | None
+        self, x_sbh: Tensor, counted_sb: Tensor | None, disciplines_b: Tensor | None, steps: Sequence[int]
     ) -> tuple[Tensor, Tensor | None, Routed | None]:
         """megatron-core's MLP with the activation as one kernel; its output bias is left to the residual."""
         if self._moe:
-            mixed, routed = self.mlp(self.pre_mlp_layernorm(x_sbh), counted_sb, disciplines_b)
+            mixed, routed = self.mlp(self.pre_mlp_layernorm(x_sbh), counted_sb, disciplines_b, steps)
             return mixed, None, routed
         inner, bias = self.mlp.linear_fc1(self.pre_mlp_layernorm(x_sbh))
         out, bias = self.mlp.linear_fc2(self._activation(inner, bias))

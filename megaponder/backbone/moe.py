@@ -10,12 +10,16 @@ divided by the one denominator of all losses (`engine.balance`):
 
 Only P has a gradient.  Where choices and scores are uniform, a token adds 1 to it.
 
-Shapes: s rows, b micro-batch, H hidden, E experts, k chosen ones.
+Several routers are one matrix, one below the other: also a step that runs fewer passes then has a gradient for every
+parameter.
+
+Shapes: s rows, b micro-batch, H hidden, E experts, k chosen ones, R routers.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -47,7 +51,7 @@ class Routed(NamedTuple):
     aux: Tensor
     """This rank's part of the balance loss, a sum over tokens."""
     load: Tensor
-    """Choices of each expert [E], in tokens."""
+    """Choices of each expert by each router [R, E], in tokens."""
     entropy: Tensor
     """Sum over tokens of the entropy of the scores, in nats."""
     discipline: Tensor | None = None
@@ -64,9 +68,16 @@ class PonderRouter(TopKRouter):
         super().__init__(*args, **rest)
         self.options = options
         self._over = self.tp_cp_group if self.tp_cp_group.size() > 1 else None
+        count = options.router_count
+        if count > 1:
+            one = self.weight
+            self.weight = nn.Parameter(one.detach().repeat(count, 1))
+            self.weight.sequence_parallel = one.sequence_parallel  # type: ignore[attr-defined]
+            self.weight.copies = count  # type: ignore[attr-defined]  # at the start (`backbone.init`)
         if options.bias_rate:  # megatron-core's name; it would update the bias itself if it had made it
             del self.expert_bias
-            self.register_buffer("expert_bias", torch.zeros(options.experts, device=torch.cuda.current_device()))
+            biases = torch.zeros(count * options.experts, device=torch.cuda.current_device())
+            self.register_buffer("expert_bias", biases)
         if self.tp_group.size() > 1 and not self.config.sequence_parallel:
             self.weight.register_hook(self._sum_of_ranks)  # each tensor rank routes its own rows
 
@@ -75,32 +86,49 @@ class PonderRouter(TopKRouter):
         dist.all_reduce(gradient, group=self.tp_group)
         return gradient
 
-    def gating(self, x_sbh: Tensor) -> Tensor:
-        """FP32 logits; megatron-core 0.16 has them with Transformer Engine only."""
-        if moe_utils.HAVE_TE:
-            logits: Tensor = super().gating(x_sbh)
-            return logits
-        return F.linear(x_sbh.float(), self.weight.float())
+    def gating(self, x_sbh: Tensor, routers: Sequence[int] = (0,)) -> Tensor:
+        """FP32 logits [s, b, E] of rows that have these routers in turn."""
+        if self.options.router_count == 1:
+            made: Tensor = super().gating(x_sbh) if moe_utils.HAVE_TE else _logits(x_sbh, self.weight)
+            return made
+        weights = self.weight.unflatten(0, (-1, self.options.experts))
+        parts = x_sbh.unflatten(0, (-1, len(routers))).unbind(1)
+        logits = [_logits(x.contiguous(), weights[i]) for x, i in zip(parts, routers, strict=True)]
+        return torch.stack(logits, dim=1).flatten(0, 1)
+
+    def _biases(self, routers: Sequence[int], s: int, b: int) -> Tensor | None:
+        """What is added to the scores of rows that have these routers in turn: [E], or [s b, E]; None: nothing."""
+        if self.expert_bias is None:
+            return None
+        biases = self.expert_bias.view(-1, self.options.experts)
+        if len(routers) == 1:
+            return biases[routers[0]]
+        return torch.stack([biases[i] for i in routers]).repeat_interleave(b, dim=0).repeat(s // len(routers), 1)
 
     def forward(
-        self, x_sbh: Tensor, counted_sb: Tensor, disciplines_b: Tensor | None = None
+        self,
+        x_sbh: Tensor,
+        counted_sb: Tensor,
+        disciplines_b: Tensor | None = None,
+        steps: Sequence[int] = (0,),
     ) -> tuple[Tensor, Tensor, Routed]:
         """Weights [s b, E], zero where an expert is not chosen, the choices as a mask, and statistics.
 
         `counted_sb`: share of a token that each row is; 0 if it does not count.  `disciplines_b`: which group of k
-        experts a sequence's rows should take; -1: any.
+        experts a sequence's rows should take; -1: any.  `steps`: of the rows in turn, by which routers differ.
         """
         self._maintain_float32_expert_bias()
-        o, logits = self.options, self.gating(x_sbh).flatten(0, 1)
+        o, routers = self.options, self.options.routers_of(steps)
+        logits = self.gating(x_sbh, routers).flatten(0, 1)
         weights, chosen = moe_utils.topk_routing_with_score_function(
             logits,
             o.top_k,
             use_pre_softmax=not o.renormalise,
             scaling_factor=o.scale,
             score_function=o.score,
-            expert_bias=self.expert_bias,
+            expert_bias=self._biases(routers, *counted_sb.shape),
         )
-        routed = self._routed(logits, chosen, counted_sb)
+        routed = self._routed(logits, chosen, counted_sb, routers)
         if disciplines_b is not None:
             routed = routed._replace(discipline=self._discipline(logits, counted_sb, disciplines_b))
         return weights, chosen, routed
@@ -110,12 +138,15 @@ class PonderRouter(TopKRouter):
         own = disciplines_b.clamp(min=0)[None, :, None].expand(*counted_sb.shape, 1)
         return -(logarithms.gather(2, own)[..., 0] * counted_sb.float() * (disciplines_b >= 0)).sum()
 
-    def _routed(self, logits: Tensor, chosen: Tensor, counted_sb: Tensor) -> Routed:
+    def _routed(self, logits: Tensor, chosen: Tensor, counted_sb: Tensor, routers: Sequence[int]) -> Routed:
         o, (s, b) = self.options, counted_sb.shape
         scores, logarithms = self._scores(logits.float())
         counted = counted_sb.float()[..., None]
         with torch.no_grad():
-            choices_be = (chosen.view(s, b, -1) * counted).sum(0)
+            parts = (chosen.view(s, b, -1) * counted).unflatten(0, (-1, len(routers))).sum(0)
+            choices_be, load = parts.sum(0), parts.new_zeros(o.router_count, o.experts)
+            for router, part in zip(routers, parts, strict=True):
+                load[router] += part.sum(0)
             entropy = -(scores * logarithms).sum(-1).view(s, b, 1).mul(counted).sum()
             by_score = choices_be
             if self.expert_bias is not None:  # the balance of the scores, which the bias only corrects
@@ -126,7 +157,7 @@ class PonderRouter(TopKRouter):
                 dist.all_reduce(whole, group=self._over)
             share_be = whole[:, :-1] / whole[:, -1:].clamp(min=1e-6) * (o.experts / o.top_k)
         aux = ((scores.view(s, b, -1) * counted).sum(0) * share_be).sum()
-        return Routed(aux, choices_be.sum(0), entropy)
+        return Routed(aux, load, entropy)
 
     def _scores(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Scores that sum to 1 over the experts, and their logarithms."""
@@ -136,6 +167,14 @@ class PonderRouter(TopKRouter):
         scores = logits.sigmoid()
         scores = scores / (scores.sum(-1, keepdim=True) + NORMALISER)
         return scores, scores.clamp(min=NORMALISER).log()
+
+
+def _logits(x: Tensor, weight: Tensor) -> Tensor:
+    """FP32 logits of rows [..., H] by one router [E, H]; megatron-core 0.16 has them with Transformer Engine only."""
+    if moe_utils.HAVE_TE:
+        logits: Tensor = moe_utils.router_gating_linear(x, weight, None, torch.float32)
+        return logits
+    return F.linear(x.float(), weight.float())
 
 
 class PonderMoE(MoELayer):
@@ -171,7 +210,13 @@ class PonderMoE(MoELayer):
             if torch.is_tensor(value) and value.requires_grad:
                 setattr(d, name, None)
 
-    def forward(self, x_sbh: Tensor, counted_sb: Tensor, disciplines_b: Tensor | None = None) -> tuple[Tensor, Routed]:
+    def forward(
+        self,
+        x_sbh: Tensor,
+        counted_sb: Tensor,
+        disciplines_b: Tensor | None = None,
+        steps: Sequence[int] = (0,),
+    ) -> tuple[Tensor, Routed]:
         """The mixture for each row, and what the router did; the rest as in `PonderRouter.forward`."""
         x_sbh = x_sbh.contiguous()  # as dispatchers expect it
         own, shared = x_sbh, self.shared_experts_compute(x_sbh)
@@ -179,7 +224,7 @@ class PonderMoE(MoELayer):
         if alike:
             own = scatter_to_sequence_parallel_region(x_sbh, group=self.tp_group)
             counted_sb = counted_sb.chunk(self.tp_group.size())[self.tp_group.rank()]
-        weights, chosen, routed = self.router(own, counted_sb, disciplines_b)
+        weights, chosen, routed = self.router(own, counted_sb, disciplines_b, steps)
         hidden, weights = self.preprocess(own, weights, chosen)
         hidden, weights = self.dispatch(hidden, weights)
         out, _ = self.routed_experts_compute(hidden, weights)

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
 
-from megaponder.checkpoint import optimizer_state, reader, rng, scales, zero_state
+from megaponder.checkpoint import optimizer_state, reader, rng, routers, scales, zero_state
 from megaponder.checkpoint.ema import Ema
 from megaponder.checkpoint.model_state import layout, metadata, sharded_state
 from megaponder.checkpoint.state import Contents, TrainState, load_state
@@ -100,11 +100,12 @@ def load(
 ) -> tuple[list[str], list[str]]:
     """Load the weights only; returns the method's parameters that the checkpoint lacks and those that the model lacks.
 
-    The first keep their initial values, the second are left out.  Call it before the first step; `optimizer` then takes
+    The first keep their initial values, the second are left out.  A layer may have more routers than the checkpoint
+    (`checkpoint.routers`).  Call it before the first step; `optimizer` then takes
     its master weights from the loaded parameters, and `ema` begins with them.
     """
     names = _stored(path)
-    model = _described(stage, optimizer)
+    model = routers.as_stored(_described(stage, optimizer), names)
     lacking = _refuse_absent(path, model, names, may_lack=PARAMETER_PREFIX)
     _refuse_other_shapes(path, model, names)
     left = _not_wanted(model, names)
@@ -132,6 +133,8 @@ def _load_model(path: Path, stage: MegatronModule, model: dict[str, Any]) -> Non
         own = stage.state_dict(keep_vars=True)
         for name, value in loaded.items():
             if isinstance(value, torch.Tensor):
+                if name.endswith(routers.ENDS):
+                    value = routers.grown(value, own[name], stage.balance.options.experts)
                 own[name].copy_(value)
 
 

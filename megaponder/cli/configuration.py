@@ -42,13 +42,14 @@ def planned(
     if cfg.model.vocab_size is None:
         rule = "a plan needs it, and neither a preset nor a dataset sets it"
         raise ConfigError("model.vocab_size", None, rule, "add --model.vocab_size 50304")
-    from megaponder.ponder.facts import facts_of
-    from megaponder.ponder.settings import method_of, use_plugin, with_stated_options  # after the file's own mistakes
+    from megaponder.ponder.facts import facts_of  # after the file's own mistakes
+    from megaponder.ponder.settings import method_of, use_plugin, with_routers, with_stated_options
 
     use_plugin(cfg.ponder)
     cfg = with_stated_options(cfg)
     method = method_of(cfg)
     method.check_run()
+    cfg = with_routers(cfg, method)
     facts = facts_of(method, cfg.train.seed)
     world_size = cfg.parallel.replica if world_size is None else world_size
     there = Machine("cuda", gpu.capability, transformer_engine=True, grad_accum_kernel=True)

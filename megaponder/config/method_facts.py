@@ -79,6 +79,11 @@ class MethodFacts:
     token_counts: Mapping[str, int] = field(default_factory=dict)
     """Options that count tokens of the vocabulary; 0: all."""
 
+    @property
+    def steps(self) -> int:
+        """The most steps of a token (`Pass.steps`): slots, or passes where it has one row in each."""
+        return self.max_slots if self.max_slots > 1 else self.max_passes
+
 
 @dataclass(frozen=True)
 class OwnParameters:

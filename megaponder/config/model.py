@@ -120,8 +120,8 @@ class ModelConfig:
     rows at most: when so many are full, all but the first `sink` are resampled to the share `ratio` of their number."""
     moe: dict[str, Any] | None = feature()
     """Mixture of experts: {}, or {experts: E, top_k: k} and any of {shared_ffn: 0; score: softmax or sigmoid;
-    renormalise: true; scale: 1.0; aux_weight: 0.01; bias_rate: 0.0; routers: shared}.  Each MLP becomes E experts of
-    width ffn_size, of which every row takes k, beside a shared one of width `shared_ffn`."""
+    renormalise: true; scale: 1.0; aux_weight: 0.01; bias_rate: 0.0; routers: shared, per_pass or their number}.  Each
+    MLP becomes E experts of width ffn_size, of which every row takes k, beside a shared one of width `shared_ffn`."""
     parallel_residual: bool | None = feature()
     """x + attn(norm1 x) + mlp(norm2 x) instead of two residual steps (pythia)."""
     tie_embeddings: bool | None = feature(aliases=("tie_word_embeddings",))

@@ -5,7 +5,7 @@ Shapes: b batch, r rows, k keys, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -263,10 +263,11 @@ class Layer(nn.Module):
         entry: int,
         *carried: Tensor,
         sources: int = 0,
+        steps: Sequence[int] = (0,),
     ) -> tuple[Tensor, ...]:
         """Output [b, r, H]; keys and values of these rows; what later layers mix with.  `weight` is the view's.
 
-        `carried`: keys and values that the view needs, then `sources` tensors of earlier layers.
+        `carried`: keys and values that the view needs, then `sources` tensors of earlier layers.  `steps`: see `stack`.
         Tensors with gradients are arguments of their own, since that is where gradient checkpointing looks for them.
         """
         before, earlier = carried[: len(carried) - sources], carried[len(carried) - sources :]
@@ -274,9 +275,9 @@ class Layer(nn.Module):
             view = replace(view, weight=weight)
         attended, *made = self.self_attn(self.input_layernorm(x), tables, view, entry, before, earlier)
         y = self._step(x, attended, self.input_layernorm_2)
-        if self.parallel:
-            return self._step(y, self.mlp(self.post_attention_layernorm(x)), self.post_attention_layernorm_2), *made
-        return self._step(y, self.mlp(self.post_attention_layernorm(y)), self.post_attention_layernorm_2), *made
+        inner = self.post_attention_layernorm(x if self.parallel else y)
+        out = self.mlp(inner, steps) if isinstance(self.mlp, Mixture) else self.mlp(inner)
+        return self._step(y, out, self.post_attention_layernorm_2), *made
 
     def _step(self, x: Tensor, out: Tensor, norm: nn.Module) -> Tensor:
         return norm(x + out) if self.placement == "stream" else x + norm(out)
@@ -320,11 +321,15 @@ class Backbone(nn.Module):
         view: View,
         kept: list[tuple[Tensor, ...]] | None = None,
         part: range | None = None,
+        steps: Sequence[int] | None = None,
     ) -> Tensor:
         """Pass `index` of rows [b, r, H] through all layers, or those of a part, without the final norm.
 
-        `kept`, one tuple per layer: the keys and values that `view` needs from earlier passes; updated in place.
+        `index` says where keys and values are; `kept`, one tuple per layer, has those that `view` needs from earlier
+        passes, and is updated in place.  `steps`: which steps of a token the rows are in turn, for routers that differ
+        from step to step (`moe_options`): the pass, or slots; None: `index`.
         """
+        steps = (index,) if steps is None else steps
         tables = rotary_tables(self.config, view.positions, x.dtype)
         view = self.seen(view, x.dtype)
         if self.states is not None:
@@ -334,7 +339,7 @@ class Backbone(nn.Module):
         for i in range(len(self.layers)) if part is None else part:
             before = () if kept is None else kept[i]
             sources = [] if depth is None else [x for entry in depth.of(earlier) for x in entry]
-            layer = partial(self.layers[i].__call__, sources=len(sources))
+            layer = partial(self.layers[i].__call__, sources=len(sources), steps=steps)
             args = (x, view.weight, tables, view, index * len(self.layers) + i, *before, *sources)
             if self.gradient_checkpointing and self.training:
                 x, k, v, *made = self._gradient_checkpointing_func(layer, *args)  # type: ignore[operator]  # set by enable

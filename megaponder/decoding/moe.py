@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,27 +21,35 @@ class Mixture(nn.Module):
     def __init__(self, options: Experts, hidden: int, width: int, mlp: Callable[[int], nn.Module]):
         super().__init__()
         self.options = options
-        self.gate = nn.Linear(hidden, options.experts, bias=False)
+        routed = options.router_count * options.experts  # one router after the other
+        self.gate = nn.Linear(hidden, routed, bias=False)
         self.experts = nn.ModuleList([mlp(width) for _ in range(options.experts)])
         if options.shared_ffn:
             self.shared_expert = mlp(options.shared_ffn)
         if options.bias_rate:
-            self.expert_bias = nn.Parameter(torch.zeros(options.experts), requires_grad=False)
+            self.expert_bias = nn.Parameter(torch.zeros(routed), requires_grad=False)
 
-    def chosen(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights and numbers of the experts [rows, k] of each row."""
-        o, logits = self.options, F.linear(wide(rows), wide(self.gate.weight))
+    def chosen(self, rows: Tensor, steps: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Weights and numbers of the experts [rows, k] of each row; rows are at these steps in turn."""
+        o, own = self.options, self.options.routers_of(steps)
+        weights = self.gate.weight.unflatten(0, (-1, o.experts))
+        parts = rows.unflatten(0, (-1, len(own))).unbind(1)
+        logits = torch.stack([F.linear(wide(x), wide(weights[i])) for x, i in zip(parts, own, strict=True)], dim=1)
         scores = logits.softmax(-1) if o.score == "softmax" else logits.sigmoid()
-        by = scores + wide(self.expert_bias) if o.bias_rate else scores
+        by = scores
+        if o.bias_rate:
+            biases = wide(self.expert_bias).view(-1, o.experts)
+            by = scores + torch.stack([biases[i] for i in own])
+        scores, by = scores.flatten(0, 1), by.flatten(0, 1)
         best = by.topk(o.top_k, dim=-1).indices
         weights = scores.gather(-1, best)
         if o.renormalise:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights * o.scale, best
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, steps: Sequence[int]) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        weights, best = self.chosen(rows)
+        weights, best = self.chosen(rows, steps)
         out = torch.zeros_like(rows)
         for number in best.unique().tolist():
             row, place = torch.where(best == number)

@@ -158,7 +158,7 @@ class Stepwise(DecodingMethod):
         run.depth = torch.full_like(run.positions, self.deepest())
         for index in range(self.deepest()):
             at = entry_of(index, self.kv_budget)
-            h = model.model.stack(state["x"], at, run.entry(at))
+            h = model.model.stack(state["x"], at, run.entry(at), steps=(index,))
             if self.leave(model, index, h, state, run.positions):
                 self.enter(model, index, state)
         return state["out"]

@@ -4,7 +4,7 @@ What is added to the gradient's loss, and how biases move after each update, by 
 
     loss = aux_weight  sum over layers, mean over the layer's passes, of aux / N
            + weight of train.disciplines  the same of its loss / labelled targets
-    bias_e <- bias_e + bias_rate sign(mean load - load of e)
+    bias_e <- bias_e + bias_rate sign(mean load - load of e), by the load that the bias's own router made
 
     aux: `backbone.moe`, over the sequences of the global batch; N: its valid targets, the denominator of all losses.
     Passes are those that train the layer: one for a layer of the prelude, which runs once.
@@ -31,7 +31,8 @@ DISCIPLINE = "moe_discipline"
 """The same of `config.disciplines`' loss, without its weight, mean over layers; where a run has labels."""
 NAMES = ("moe_balance", "moe_entropy", "moe_load_max", "moe_load_min")
 """Statistics of a training step: aux / N, mean over layers (1: even); entropy of the scores over ln E (1: even); the
-largest and the smallest load of an expert, over the mean of its layer."""
+largest and the smallest load of an expert, over the mean of its layer.  With several routers also by step, as
+`moe_load_max_pass0`: the load that the router of that step made."""
 
 
 class Balance:
@@ -47,7 +48,7 @@ class Balance:
     ):
         self.disciplines = disciplines
         self.options, self._layers, self._core = options, layers, core
-        self._loads, self._total = torch.zeros(0), total
+        self._loads, self._total = torch.zeros(0), total  # [layers, R, E]
         self._runs: dict[int, int] = {}
         self._tokens: Tensor | None = None
         self._sums = torch.zeros(0)
@@ -56,7 +57,8 @@ class Balance:
         """A step with this plan and so many valid targets starts, of which `labelled` have a discipline; in evaluation
         nothing is counted."""
         self._tokens, self._labelled = tokens if train else None, labelled
-        self._sums = torch.zeros(self._total, self.options.experts + 3, dtype=torch.float64, device=tokens.device)
+        width = self.options.router_count * self.options.experts + 3
+        self._sums = torch.zeros(self._total, width, dtype=torch.float64, device=tokens.device)
         prelude = self._core[0] if self._core else 0
         for number, _ in self._layers:
             one = range(number, number + 1)
@@ -77,7 +79,7 @@ class Balance:
             rows = AddLoss.apply(rows, loss)
         else:
             own = torch.stack([torch.zeros_like(aux), routed.entropy, torch.zeros_like(aux)])
-        self._sums[number] += torch.cat([routed.load, own])
+        self._sums[number] += torch.cat([routed.load.flatten(), own])
         return rows
 
     def collect(self, groups: Groups) -> dict[str, float]:
@@ -86,15 +88,18 @@ class Balance:
             if group.size() > 1:
                 dist.all_reduce(self._sums, group=group)
         self._tokens, e = None, self.options.experts
-        self._loads = loads = self._sums[:, :e]
-        aux, entropy = self._sums[:, e], self._sums[:, e + 1]
-        rows = loads.sum(1) / self.options.top_k
-        even = (loads / loads.mean(1, keepdim=True).clamp(min=1e-12)).tolist()
-        most, least = max(map(max, even)), min(map(min, even))
+        made, aux, entropy, labelled = self._sums.split([self._sums.shape[1] - 3, 1, 1, 1], dim=1)
+        self._loads = made.unflatten(1, (-1, e))
+        loads = self._loads.sum(1)
+        rows = loads.sum(1, keepdim=True) / self.options.top_k
         spread = float((entropy / rows.clamp(min=1e-12)).mean()) / math.log(e)
-        found = dict(zip(NAMES, (float(aux.mean()), spread, most, least), strict=True))
+        found = dict(zip(NAMES, (float(aux.mean()), spread, *_extremes(loads)), strict=True))
+        if self.options.router_count > 1:
+            for step, own in enumerate(self._loads.unbind(1)):
+                if bool(own.any()):  # else no pass of this training step had it
+                    found |= dict(zip((f"{name}_pass{step}" for name in NAMES[2:]), _extremes(own), strict=True))
         if self.disciplines is not None:
-            found[DISCIPLINE] = float(self._sums[:, e + 2].mean())
+            found[DISCIPLINE] = float(labelled.mean())
         return found
 
     @torch.no_grad()
@@ -103,6 +108,13 @@ class Balance:
         for number, mixture in self._layers:
             bias = mixture.router.expert_bias
             if bias is not None and mixture.router.weight.requires_grad and len(self._loads):
-                below = self._loads[number].mean() - self._loads[number]
-                below[below.abs() < 1e-6 * self._loads[number].mean()] = 0.0  # rounding of a sum in another order
-                bias += self.options.bias_rate * below.sign().to(bias)
+                mean = self._loads[number].mean(1, keepdim=True)
+                below = mean - self._loads[number]
+                below[below.abs() < 1e-6 * mean] = 0.0  # rounding of a sum in another order
+                bias += self.options.bias_rate * below.sign().flatten().to(bias)
+
+
+def _extremes(loads: Tensor) -> tuple[float, float]:
+    """The largest and the smallest load [layers, E] of an expert, over the mean of its layer."""
+    even = loads / loads.mean(1, keepdim=True).clamp(min=1e-12)
+    return float(even.max()), float(even.min())

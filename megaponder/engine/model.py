@@ -397,7 +397,8 @@ class PonderStage(MegatronModule):
                     return self.method.attend(p, q, k, v, riders, kept, attending)
 
                 with precision():  # inside `run`, so that a recomputed layer enters it again
-                    return layer(x, rotary, attend, carried[:count], reads, carried[count:], counted, disciplines_b)
+                    routing = counted, disciplines_b, p.steps
+                    return layer(x, rotary, attend, carried[:count], reads, carried[count:], *routing)
 
             with self._gradients(p, begins=into_core is not None):
                 if i < recomputed and torch.is_grad_enabled():

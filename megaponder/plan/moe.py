@@ -1,6 +1,6 @@
 """What a mixture of experts costs: parameters, and by row FLOPs and what the backward pass needs.
 
-    parameters    E 3 H F  in experts, E H in the router, 3 H F_s in the shared expert
+    parameters    E 3 H F  in experts, E H in each router, 3 H F_s in the shared expert
     active        k of the E experts
     FLOPs         2 (k 3 H F + E H + 3 H F_s) a row, forward
 
@@ -21,7 +21,7 @@ class MoeParameters:
 
     experts: int = 0
     others: int = 0
-    """Router and shared expert."""
+    """Routers and shared expert."""
 
 
 def moe_parameters(model: ModelConfig, tensor: int = 1, shares: int = 1) -> MoeParameters:
@@ -31,7 +31,8 @@ def moe_parameters(model: ModelConfig, tensor: int = 1, shares: int = 1) -> MoeP
         return MoeParameters()
     assert model.hidden_size and model.ffn_size
     h = model.hidden_size
-    return MoeParameters(3 * h * model.ffn_size * o.experts // shares, o.experts * h + 3 * h * o.shared_ffn // tensor)
+    others = o.router_count * o.experts * h + 3 * h * o.shared_ffn // tensor
+    return MoeParameters(3 * h * model.ffn_size * o.experts // shares, others)
 
 
 def inactive(model: ModelConfig) -> int:

@@ -65,7 +65,7 @@ def trained_part(cfg: RunConfig, held: Parameters, layers: int) -> Parameters:
     only, moe = cfg.train.only, read(cfg.model.moe)
     if not only:
         return held
-    routers = 0 if moe is None else layers * moe.experts * (cfg.model.hidden_size or 0)
+    routers = 0 if moe is None else layers * moe.router_count * moe.experts * (cfg.model.hidden_size or 0)
     others = held.mlp - routers if "mlp" in only or "shared_expert" in only else 0
     words = held.embedding, held.positions, held.head, held.copies
     table, positions, head, copies = words if "embeddings" in only else (0, 0, 0, 0)

@@ -53,7 +53,6 @@ class Pass:
     reads: tuple[int, ...] | None = None
     """Slots whose output `leave` or `readout` uses, None for all: the last layer computes only these rows (after its
     attention, where the others still serve as keys), and the method receives only these."""
-
     layers: tuple[int, int] | None = None
     """The first layer that this pass runs and the one after its last, counted over the model; None: all.  A stage runs
     those that it holds."""
@@ -63,6 +62,11 @@ class Pass:
     so that what later passes use of `carry` trains them; `leave` has gradients for what it puts into `carry`."""
     key_sets: int = 1
     """Sets of keys, of as many rows as the pass has, that a row attends to (for the FLOPs count)."""
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """By which routers of experts may differ: the pass or, where a token has several rows, the slot of each."""
+        return (self.index,) if self.slots == 1 else tuple(range(self.slots))
 
 
 class EntryTools(Protocol):

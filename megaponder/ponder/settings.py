@@ -62,6 +62,21 @@ def with_stated_options(cfg: RunConfig, before: PonderConfig | None = None) -> R
     return replace(cfg, ponder=replace(cfg.ponder, options=options))
 
 
+def with_routers(cfg: RunConfig, method: Method) -> RunConfig:
+    """A copy in which `model.moe.routers: per_pass` is a number: that of a token's steps in evaluation.
+
+    What has no such number stays, and a rule refuses it.  The number is what checkpoints and exports know: with more
+    passes than that, later ones take the last router.
+    """
+    if (cfg.model.moe or {}).get("routers") != "per_pass":
+        return cfg
+    plan = method.passes(cfg.train.seed, None)
+    steps = 1 + max(step for p in plan for step in p.steps)
+    if steps == 1 or method.core is not None:
+        return cfg
+    return replace(cfg, model=replace(cfg.model, moe={**(cfg.model.moe or {}), "routers": steps}))
+
+
 def table_rows(cfg: RunConfig) -> dict[str, int]:
     """Rows of the token table that are the method's own parameters, by the parameter's name (`base.token_row`)."""
     options = method_of(cfg).options

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def complete(cfg: RunConfig) -> RunConfig:
     """Resolved, filled from the datasets and checked; ConfigError or UserError for the first mistake."""
-    from megaponder.ponder.settings import method_of, use_plugin, with_stated_options
+    from megaponder.ponder.settings import method_of, use_plugin, with_routers, with_stated_options
 
     cfg = resolve(cfg)
     use_plugin(cfg.ponder)
@@ -39,6 +39,7 @@ def complete(cfg: RunConfig) -> RunConfig:
     world, machine = launcher.place().world_size, this_machine()
     method = method_of(cfg)
     method.check_run()
+    cfg = with_routers(cfg, method)
     check(cfg, facts_of(method, cfg.train.seed), world, machine, needs_data=True)
     _refuse_what_cannot_fit(cfg, method, world, machine)
     refuse_unknown_tasks(cfg)
@@ -124,10 +125,15 @@ def refuse_other_model(cfg: RunConfig, checkpoint: Path, weights_only: bool = Fa
     Each field, and each option of the method, declares what may change when a run goes on, and when only weights are
     loaded.
     """
+    from megaponder.checkpoint import routers
     from megaponder.ponder.registry import options_that_differ
 
     saved, warnings = load_saved_config(checkpoint), []
     values = {n: (value_of(saved, n), value_of(cfg, n), field.declared) for n, field in all_fields().items()}
+    moe = saved.model.moe, cfg.model.moe
+    if weights_only and moe[0] != moe[1] and (sentence := routers.told(*moe, checkpoint)) is not None:
+        del values["model.moe"]
+        warnings += [sentence] if sentence else []
     values |= {f"{FREE}.{n}": found for n, found in options_that_differ(saved.ponder, cfg.ponder).items()}
     for name, (then, now, declared) in values.items():
         change = declared.change_at_load if weights_only else declared.resume

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megaponder.config.method_facts import MethodFacts
 from megaponder.config.rules import Machine
 from tests.config.make import Broken, broken
 
@@ -39,7 +40,14 @@ MOE: list[Broken] = [
     options("bias_rate", "a number of at least 0", bias_rate=True),
     options("score", "it must be softmax or sigmoid; use softmax", score="relu"),
     options("renormalise", "it must be true or false; use true", renormalise=1),
-    options("routers", "routers that differ from pass to pass are not; use shared", routers="per_pass"),
+    options("routers", "it must be shared, per_pass, or a whole number of at least 2; use shared", routers=1),
+    broken("model.moe.routers", "with vanilla a token runs 1 pass; use shared", facts=MethodFacts(),
+           model__moe=TWO | {"routers": "per_pass"}),
+    options("routers", "with vanilla a token runs 4 passes (or slots); use 4", routers=5),
+    broken("model.moe.routers", "a token runs 3 passes (or slots); use 3", model__moe=TWO | {"routers": 4},
+           facts=MethodFacts(max_passes=5, max_slots=3)),
+    broken("model.moe.routers", "repeats some of the layers only", model__moe=TWO | {"routers": 2},
+           facts=MethodFacts(max_passes=4, core=(4, 10))),
     options("top_k", "there are 8 experts; use 8", top_k=9),
     options("renormalise", "the router would have no gradient; use false", top_k=1),
     options("renormalise", "renormalises sigmoid scores", score="sigmoid", renormalise=False),

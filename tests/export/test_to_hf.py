@@ -41,6 +41,15 @@ CASES = [
             "intermediate_size": 20,
         },
     ),
+    (
+        "llama",
+        "ponderlm2",
+        {
+            "max_position_embeddings": 16,
+            "moe": {"experts": 4, "top_k": 2, "score": "sigmoid", "bias_rate": 0.01, "routers": 3},
+            "intermediate_size": 12,
+        },
+    ),
     ("llama", "loop", {"norm_placement": "stream", "qkv_bias": "qk", "rotary_pairs": "adjacent", "activation": "relu"}),
 ]
 if WHOLE:

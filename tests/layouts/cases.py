@@ -10,10 +10,11 @@ from typing import Any
 
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import ModelConfig, ParallelConfig, RunConfig
-from tests.layouts.samples import CONTEXT, DOCUMENTS, EXPERTS, FEW, REPRESENTATIVES, SIMILAR
+from tests.layouts.samples import CONTEXT, DOCUMENTS, EXPERTS, FEW, REPRESENTATIVES, SIMILAR, STAGED
 from tests.layouts.shapes import Case, Layout
 
 SEQUENCES, LENGTH, VOCAB = 4, 12, 93  # a vocabulary that is a multiple of nothing
+BIASED = {"experts": 4, "top_k": 2, "score": "sigmoid", "aux_weight": 0.3, "bias_rate": 0.1}
 
 
 CASES = {
@@ -214,12 +215,7 @@ CASES = {
     ),
     # rows of a token that count together, some of which the last layer does not finish; a bias that moves
     "moe-bias-latents": Case(
-        "qwen3",
-        "ponderlm2",
-        {"latents": 1, "jacobi": 1},
-        {"moe": {"experts": 4, "top_k": 2, "score": "sigmoid", "scale": 1.5, "aux_weight": 0.3, "bias_rate": 0.1}},
-        steps=3,
-        disciplines=0.4,
+        "qwen3", "ponderlm2", {"latents": 1, "jacobi": 1}, {"moe": BIASED | {"scale": 1.5}}, steps=3, disciplines=0.4
     ),
     "moe-skip": Case(
         "llama",
@@ -227,6 +223,20 @@ CASES = {
         {"target": 0.0, "threshold": 0.4, "steps": 2, "cost_weight": 0.3},
         {"num_kv_heads": 2, "moe": {"experts": 4, "top_k": 2, "aux_weight": 0.5}},
         skip=True,
+    ),
+    # a router for each pass: of rows that are gathered, with biases that move
+    "moe-routers-skip": Case(
+        "llama",
+        "adaponderlm",
+        {"target": 0.0, "threshold": 0.4, "steps": 2, "cost_weight": 0.3},
+        {"moe": BIASED | {"routers": 3}},
+        skip=True,
+        steps=2,
+        disciplines=0.4,
+    ),
+    # a router for each row of a token, of which the last one has that of the one before, and some rows are not finished
+    "moe-routers-latents": Case(
+        "qwen3", "ponderlm2", {"latents": 2, "jacobi": 1}, {"moe": BIASED | {"routers": 2}}, steps=2
     ),
     "halfway-llama": Case("llama", "halfway"),
     "huginn-llama": Case(
@@ -372,11 +382,11 @@ LAYOUTS = {
     "ep2-tp2": Layout(tensor=2, experts=2, expert_tensor=1, every=False, sample=EXPERTS),
     "ep2-tp2-sp": Layout(tensor=2, experts=2, expert_tensor=1, sequence=True, every=False, sample=EXPERTS),
     "ep2-cp2": Layout(context=2, experts=2, every=False, sample=()),
-    "ep2-pp2": Layout(data=2, pipeline=2, experts=2, batch=1, every=False, sample=EXPERTS),
+    "ep2-pp2": Layout(data=2, pipeline=2, experts=2, batch=1, every=False, sample=STAGED),
     "ep2-etp2-sp": Layout(data=2, tensor=2, experts=2, sequence=True, every=False, sample=EXPERTS),
     "ep2-etp2": Layout(data=2, tensor=2, experts=2, every=False, sample=()),
     "ep2-tp2-sp-pp2": Layout(
-        tensor=2, pipeline=2, experts=2, expert_tensor=1, sequence=True, recompute="layer", every=False, sample=EXPERTS
+        tensor=2, pipeline=2, experts=2, expert_tensor=1, sequence=True, recompute="layer", every=False, sample=STAGED
     ),
     "ep2-dp4-distopt": Layout(data=4, experts=2, distributed_optimizer=True, batch=1, every=False, sample=()),
     "cp3": Layout(context=3, deep=True, every=False, sample=()),
@@ -476,7 +486,7 @@ def disturb(named: Iterable[tuple[str, Any]]) -> None:
         own = name.startswith("method_")
         if name.endswith("linear_fc1.bias"):
             continue  # of a gated MLP it is two, each of which is sharded by itself
-        if parameter.dim() == 1 or own:
+        if parameter.dim() == 1 or own or name.endswith(".router.weight"):  # those of several passes start alike
             draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             sharded = getattr(parameter, "tensor_model_parallel", False)
             parts = parallel_state.get_tensor_model_parallel_world_size() if sharded else 1

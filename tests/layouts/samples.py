@@ -44,5 +44,7 @@ CONTEXT = (
 """What ranks that share sequences do each in its own way: rows, key bias, a sum over a sequence, sets of keys, gathered
 rows, learned positions, noise."""
 EXPERTS = ("moe-loop-gqa", "moe-bias-latents")
+STAGED = (*EXPERTS, "moe-routers-skip", "moe-routers-latents")
+"""Where stages pass on rows of experts, too."""
 DOCUMENTS = ("window-yarn-gqa", "adaponderlm-llama-gqa", "adaptive-cot-llama-gqa", "parcae-llama")
 """With documents: masks, windows, a share of a document's tokens, draws."""

@@ -18,7 +18,9 @@ cuda_on_cpu.install()
 from megaponder.backbone.init import global_names  # noqa: E402
 from megaponder.engine import groups  # noqa: E402
 from megaponder.engine.build import build_engine  # noqa: E402
-from megaponder.ponder.settings import method_of  # noqa: E402
+from megaponder.inference.variants import with_passes  # noqa: E402
+from megaponder.ponder.settings import embedding_scale, method_of  # noqa: E402
+from tests.oracles.reference import Oracle  # noqa: E402
 from tests.tolerance import RTOL  # noqa: E402
 
 ONE = LAYOUTS["one-batch1"]
@@ -78,3 +80,29 @@ def test_biases_rest_with_their_routers() -> None:
         trained = {name for name, p in engine.stage.named_parameters() if p.requires_grad}
         assert trained and all(({"routers": ".router.", "experts": ".experts."}[only[0]]) in name for name in trained)
         assert all(bool(layer.mlp.router.expert_bias.any()) == moved for layer in engine.stage.decoder.layers)
+
+
+def test_routers_of_passes_start_equal_as_the_one_of_a_shared_model() -> None:
+    found = []
+    for routers in ("shared", 3):
+        cfg = run_config(replace(CASE, model=CASE.model | {"moe": CASE.model["moe"] | {"routers": routers}}), ONE)
+        stage = build_engine(cfg, method_of(cfg), groups.init(cfg)).stage
+        found.append([p.detach() for n, p in stage.named_parameters() if n.endswith("router.weight")])
+    for one, three in zip(*found, strict=True):
+        assert torch.equal(three, one.repeat(3, 1)) and one.any()
+
+
+def test_other_numbers_of_passes_take_the_first_routers_and_the_last() -> None:
+    cfg = run_config(replace(CASE, model=CASE.model | {"moe": CASE.model["moe"] | {"routers": 3}}), ONE)
+    trained = build_engine(cfg, method_of(cfg), groups.init(cfg))
+    disturb(trained.stage.named_parameters())
+    weights = dict(trained.stage.named_parameters())
+    ids = batches(ONE, 0)[0].ids_bn[:1]
+    for passes in (1, 2, 5):
+        other = with_passes(cfg, passes)
+        engine = build_engine(other, method_of(other), groups.init(other))
+        for name, parameter in engine.stage.named_parameters():
+            parameter.data.copy_(weights[name].data)
+        oracle = Oracle(weights, cfg.model, embedding_scale(cfg.model, method_of(cfg)))
+        want = oracle.logits(ids[0], "loop", {"extra_passes": passes - 1}).detach()
+        assert float((engine.logits(ids)[0] - want).abs().max() / want.abs().max()) < RTOL

@@ -193,6 +193,20 @@ ODD = {
         {"extra_passes": 1},
         {"depth_attention": ALL, "moe": {"experts": 4, "top_k": 2, "score": "sigmoid", "aux_weight": 0.5}},
     ),
+    "moe-routers": Case(  # the third pass has the second one's
+        "llama",
+        "loop",
+        {"extra_passes": 2},
+        {"moe": {"experts": 4, "top_k": 2, "routers": 2, "shared_ffn": 24, "aux_weight": 0.5}},
+        disciplines=0.7,
+    ),
+    "moe-routers-slots": Case(
+        "llama",
+        "pause",
+        {"pauses": 2, "pause_token_id": 3},
+        {"moe": {"experts": 4, "top_k": 2, "routers": 3, "aux_weight": 0.5}},
+        disciplines=0.7,
+    ),
     "frozen-norms-relu": Case("gpt2", "ponderlm", {"steps": 1}, {"norm_affine": False, "activation": "relu"}),
     "pythia-pause": Case("pythia", "pause", {"pauses": 1, "pause_token_id": 3}),
 }

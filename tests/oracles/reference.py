@@ -189,9 +189,16 @@ class Oracle:
         return self.linear(torch.einsum("hij,jhd->ihd", p, v).reshape(rows, -1), f"{name}.linear_proj")
 
     def mixture(self, x: Tensor, name: str) -> Tensor:
-        """Token by token; what the router did is kept for `balance`."""
+        """Token by token; what the router did is kept for `balance`.
+
+        Of several routers a row takes that of its pass, which is the number of times that the layer ran before, or of
+        its slot where a token has several rows; the last one where there are no more.
+        """
         o = {"score": "softmax", "renormalise": True, "scale": 1.0, "shared_ffn": 0, "bias_rate": 0} | self.m.moe
-        z = x @ self.w[f"{name}.router.weight"].T
+        routers = self.w[f"{name}.router.weight"].split(o["experts"])
+        ran = len(self.routed.get(name, ()))
+        steps = [ran if self.slots == 1 else row % self.slots for row in range(len(x))]
+        z = torch.stack([routers[min(step, len(routers) - 1)] @ row for step, row in zip(steps, x, strict=True)])
         scores = z.softmax(-1) if o["score"] == "softmax" else z.sigmoid()
         self.router_logits.setdefault(name, []).append(z)
         out = []
@@ -205,13 +212,14 @@ class Oracle:
         return y + self.dense(x, f"{name}.shared_experts") if o["shared_ffn"] else y
 
     def balance(self, mask: Tensor) -> Tensor:
-        """Sum over layers, mean over passes, of E sum_e f_e P_e over the tokens of a mask, times their number."""
+        """Sum over layers, mean over passes, of E sum_e f_e P_e over the tokens of a mask, times their number; all rows
+        of a token count."""
         total, (experts, k) = mask.new_zeros((), dtype=torch.float64), (self.m.moe["experts"], self.m.moe["top_k"])
         for passes in self.routed.values():
             for scores in passes:
-                own = scores[mask > 0]
+                own = scores.unflatten(0, (len(mask), -1))[mask > 0].flatten(0, 1)
                 f = torch.bincount(own.topk(k).indices.flatten(), minlength=experts) / (len(own) * k)
-                total = total + len(own) * experts * (f * own.mean(0)).sum() / len(passes)
+                total = total + int((mask > 0).sum()) * experts * (f * own.mean(0)).sum() / len(passes)
         return total
 
     def discipline(self, number: int, mask: Tensor) -> Tensor:
@@ -221,7 +229,7 @@ class Oracle:
         for passes in self.router_logits.values():
             for z in passes:
                 mass = z.softmax(-1)[:, number * k : (number + 1) * k].sum(-1)
-                total = total - (mass.log() * mask).sum() / len(passes)
+                total = total - (mass.log().unflatten(0, (len(mask), -1)).mean(1) * mask).sum() / len(passes)
         return total
 
     def mlp(self, x: Tensor, name: str) -> Tensor:
@@ -257,6 +265,7 @@ class Oracle:
             return self.norm(y + out, name) if placement == "stream" else y + self.norm(out, name)
 
         self.depth.begin_pass()
+        self.slots = len(positions) // len(positions.unique())
         for i in range(self.m.num_layers) if layers is None else layers:
             at = f"decoder.layers.{i}"
             normed = before(x, f"{at}.input_layernorm")

@@ -13,6 +13,7 @@ from megaponder.config.schema import RunConfig
 from megaponder.plan.layer import linear_flops
 from megaponder.plan.moe import inactive
 from megaponder.plan.parameters import model_parameters, rank_parameters, trained_part
+from megaponder.ponder.settings import method_of, with_routers
 
 PUBLISHED = {
     "llama-2-7b": 6_738_415_616,
@@ -56,6 +57,38 @@ def test_active_parameters_and_flops_are_those_of_the_chosen_experts(preset: str
     outside = 2 * (model.vocab_size or 0) * (model.hidden_size or 0)
     norms = model_parameters(model).norms
     assert (model.num_layers or 0) * linear_flops(model) == 2 * (active - outside - norms)
+
+
+def test_routers_of_passes_are_counted_but_cost_no_row_more() -> None:
+    moe = {"experts": 8, "top_k": 2, "shared_ffn": 96}
+    sizes = {"family": "llama", "num_layers": 4, "hidden_size": 32, "num_heads": 4, "vocab_size": 96, "ffn_size": 48}
+    ponder = {"method": "loop", "options": {"extra_passes": 2}}
+    given = [config(model=sizes | {"moe": moe | more}, ponder=ponder) for more in ({}, {"routers": "per_pass"})]
+    shared, own = (with_routers(cfg, method_of(cfg)) for cfg in given)
+    assert own.model.moe == moe | {"routers": 3} and shared is given[0]
+    one, three = model_parameters(shared.model), model_parameters(own.model)
+    assert three.mlp - one.mlp == three.total - one.total == 2 * 4 * 8 * 32
+    assert linear_flops(own.model) == linear_flops(shared.model) and inactive(own.model) == inactive(shared.model)
+    own.train.only = ["routers"]
+    assert trained_part(own, rank_parameters(own, MethodFacts(), 0), 4).total == 3 * 4 * 8 * 32
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "routers"),
+    [
+        ("ponderlm2", {"latents": 2, "jacobi": 3}, 3),
+        ("ponderlm3", {"latents": 4, "target": 0.0}, 5),
+        ("pause", {"pauses": 2}, 3),
+        ("adaponderlm", {"steps": 3, "target": 0.0}, 4),
+        ("loop", {"extra_passes": 2, "draw": "lognormal", "draw_to": 6}, 3),
+        ("vanilla", {}, "per_pass"),  # refused by a rule
+        ("parcae", {"prelude": 1, "coda": 1}, "per_pass"),
+    ],
+)
+def test_a_token_has_as_many_routers_as_steps(method: str, options: dict[str, Any], routers: int | str) -> None:
+    moe = {"experts": 8, "top_k": 2, "routers": "per_pass"}
+    cfg = config(model={"preset": "llama-125m", "moe": moe}, ponder={"method": method, "options": options})
+    assert with_routers(cfg, method_of(cfg)).model.moe == moe | {"routers": routers}
 
 
 def test_ranks_that_share_experts_add_up() -> None:

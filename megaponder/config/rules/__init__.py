@@ -8,7 +8,7 @@ by what they read.
 from __future__ import annotations
 
 from megaponder.config.method_facts import MethodFacts
-from megaponder.config.rules import data, deepspeed, depth_attention, eslm, layout, model, precision, run
+from megaponder.config.rules import data, deepspeed, depth_attention, eslm, layout, model, moe, precision, run
 from megaponder.config.rules.case import Case, Machine, Rule
 from megaponder.config.rules.ranges import numbers_are_in_range
 from megaponder.config.schema import RunConfig
@@ -18,6 +18,7 @@ RULES: tuple[Rule, ...] = (
     *model.RULES,
     *data.RULES,
     *run.RULES,
+    moe.routers_have_passes,
     *deepspeed.RULES,
     *eslm.RULES,
     *layout.RULES,

@@ -36,8 +36,9 @@ def moe_is_whole(c: Case) -> None:
         rule = f"it must be {' or '.join(str(w).lower() for w in words)}"
         require(legal, f"{FIELD}.{name}", value, rule, f"use {str(words[0]).lower()}")
     routers = given.get("routers", "shared")
-    rule = "only one router for all passes is built, shared; routers that differ from pass to pass are not"
-    require(routers == "shared", f"{FIELD}.routers", routers, rule, "use shared")
+    legal = routers in ("shared", "per_pass") or (type(routers) is int and routers > 1)
+    rule = "it must be shared, per_pass, or a whole number of at least 2"
+    require(legal, f"{FIELD}.routers", routers, rule, "use shared")
 
 
 def moe_scores_fit(c: Case) -> None:
@@ -55,6 +56,19 @@ def moe_scores_fit(c: Case) -> None:
     require(
         not o.bias_rate or o.score == "sigmoid", f"{FIELD}.bias_rate", o.bias_rate, rule, "use 0.0 or score: sigmoid"
     )
+
+
+def routers_have_passes(c: Case) -> None:
+    """Each router has a pass of its own (or a slot), in which all layers run."""
+    o, steps = read(c.cfg.model.moe), c.facts.steps
+    if o is None or o.routers == "shared":
+        return
+    name, method = f"{FIELD}.routers", c.cfg.ponder.method
+    rule = f"{method} repeats some of the layers only, and no router of a pass would serve the others"
+    require(c.facts.core is None, name, o.routers, rule, "use shared")
+    rule = f"with {method} a token runs {steps} pass{'' if steps == 1 else 'es (or slots)'}"
+    fits = type(o.routers) is int and o.routers <= steps
+    require(fits, name, o.routers, rule, f"use {steps}" if steps > 1 else "use shared")
 
 
 def moe_fits_backbone(c: Case) -> None:
@@ -165,3 +179,4 @@ RULES: tuple[Rule, ...] = (
     moe_fits_training,
     disciplines_have_experts,
 )
+"""Of the model; `routers_have_passes` belongs to what is trained: an evaluation may run fewer passes."""

@@ -92,9 +92,8 @@ exact recursion.  `generate` refines prompts until nothing changes, so that text
         def states(view: Callable[..., View]) -> Tensor:
             slots = len(stages)
             rows = torch.stack(stages, dim=2).flatten(1, 2)
-            return net.norm(net.stack(rows, 0, view(slots=slots, **self.weights(a, slice(slots), hard)))).unflatten(
-                1, (-1, slots)
-            )
+            seen = view(slots=slots, **self.weights(a, slice(slots), hard))
+            return net.norm(net.stack(rows, 0, seen, steps=range(slots))).unflatten(1, (-1, slots))
 
         for i in range(most + refine):
             h = states(run.draft)
@@ -129,7 +128,7 @@ exact recursion.  `generate` refines prompts until nothing changes, so that text
             alive = row.get("alive")
             if alive is not None and not (alive & run.real).any():
                 break  # no sequence of the batch has more latents here
-            h = net.norm(net.stack(x, 0, run.view(**row)))
+            h = net.norm(net.stack(x, 0, run.view(**row), steps=(slot,)))
             if slot == 0:
                 a = self.route(model, h)
             states.append(h)

@@ -70,7 +70,7 @@ class Ouro(Stepwise):
         run.depth, out = torch.zeros_like(run.positions), state["x"]
         for index in range(self.deepest()):
             at = entry_of(index, self.kv_budget)
-            h = model.model.stack(state["x"], at, run.entry(at))
+            h = model.model.stack(state["x"], at, run.entry(at), steps=(index,))
             go_on = self.leave(model, index, h, state, run.positions)
             out, run.depth = torch.where(going[..., None], state["out"], out), run.depth + going
             going = going & go_on

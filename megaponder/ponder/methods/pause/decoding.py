@@ -33,5 +33,5 @@ class Pause(DecodingMethod):
         pauses = row.expand(*ids.shape[:2], slots - 1, -1)
         words = torch.cat([net.words(ids)[:, :, None], pauses], dim=2).flatten(1, 2)
         view = run.view(0, slots)
-        x = net.stack(net.embed(words, view.positions), 0, view)
+        x = net.stack(net.embed(words, view.positions), 0, view, steps=range(slots))
         return net.norm(x[:, slots - 1 :: slots])
