@@ -37,7 +37,7 @@ def why_no_graphs(cfg: RunConfig) -> str:
     """The reason why passes of this run cannot be captured as CUDA graphs; empty if they can."""
     if not torch.cuda.is_available():
         return "there is no GPU"
-    if cfg.parallel.overlap_grad_reduce or cfg.parallel.overlap_param_gather:
+    if cfg.parallel.overlap_grad_reduce or cfg.gathers_ahead:
         return "overlapped communication is started by hooks, which captured passes do not run"
     if cfg.train.engine == "deepspeed":
         return "DeepSpeed reduces and gathers by hooks, which captured passes do not run"
@@ -73,7 +73,7 @@ def _grad_accum_fusion(cfg: RunConfig) -> bool:
     """
     if cfg.precision.grad_accum_fusion != "auto":
         return bool(cfg.precision.grad_accum_fusion)
-    buffers = cfg.parallel.distributed_optimizer and cfg.train.engine == "megatron"
+    buffers = cfg.cuts_buffers and cfg.train.engine == "megatron"
     return buffers and (use_te(cfg.precision) or _has_apex_kernel())
 
 

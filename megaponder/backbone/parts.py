@@ -45,6 +45,15 @@ def _packed(edges: Tensor, rows: int) -> PackedSeqParams:
     )
 
 
+def with_plain_strides(x: Tensor) -> Tensor:
+    """x, where a dimension of size 1 has the stride that follows from the shape.
+
+    It may have any, after a compiled kernel for example, and Transformer Engine refuses keys and values that differ in
+    it, however the rows lie.
+    """
+    return x.contiguous().view(-1).view(x.shape) if 1 in x.shape else x
+
+
 def _te_parts() -> Parts:
     from megatron.core.extensions.transformer_engine import (
         TEColumnParallelGroupedLinear,
@@ -88,17 +97,17 @@ def _te_parts() -> Parts:
                 if self._sdpa.window or self.config.deterministic_mode:
                     return self._sdpa(q, k, v, None, slots, documents)
                 rows, b, heads = q.shape[:3]
-                joined = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
+                joined = (with_plain_strides(x.transpose(0, 1).flatten(0, 1)) for x in (q, k, v))
                 packed = _packed(documents.edges(slots), rows)
                 out = super().forward(*joined, None, AttnMaskType.causal, packed_seq_params=packed)
                 return out.view(b, rows, heads, -1).transpose(0, 1)
-            out = super().forward(q, k, v, None, AttnMaskType.causal)
+            out = super().forward(*map(with_plain_strides, (q, k, v)), None, AttnMaskType.causal)
             return out.view(*q.shape[:2], q.shape[2], -1)
 
         def bottom_right(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if self.config.deterministic_mode:
                 return self._sdpa.bottom_right(q, k, v)
-            out = super().forward(q, k, v, None, AttnMaskType.causal_bottom_right)
+            out = super().forward(*map(with_plain_strides, (q, k, v)), None, AttnMaskType.causal_bottom_right)
             return out.view(*q.shape[:2], q.shape[2], -1)
 
         def merged(self, *args: Any) -> Tensor:

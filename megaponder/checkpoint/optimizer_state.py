@@ -123,6 +123,8 @@ def _plain(part: MegatronOptimizer, model_state: dict[str, Any]) -> Iterator[dic
         model_of |= {id(main): model for model, main in zip(model_group, main_group, strict=True)}
     for p in parameters(part.optimizer):
         like = sharded[id(model_of.get(id(p), p))]
+        if getattr(part.optimizer, "shared_out", False):  # this rank alone has it, not the first of those alike
+            like = replace(like, replica_id=(*like.replica_id[:-1], 0))
         tensors = {name: part.optimizer.state[p][name] for name in moments(part.optimizer)}
         if id(p) in model_of:
             tensors["param"] = p

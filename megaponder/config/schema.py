@@ -102,7 +102,7 @@ class ParallelConfig:
     sequence: bool = declare(False, aliases=("sp",))
     """Sequence parallelism (SP): norms and residuals sharded over the tensor group."""
     distributed_optimizer: bool = False
-    """Shard optimizer state over data-parallel ranks."""
+    """Shard optimizer state over data-parallel ranks; with optimizer.kind: muon each of them has whole matrices."""
     zero_stage: int | None = declare(None, ge=0, le=3, aliases=("zero", "zero_optimization"))
     """With train.engine: deepspeed, what is sharded over data-parallel ranks: 0 nothing, 1 optimizer state, 2 gradients
     too, 3 weights too; default: 2."""
@@ -113,7 +113,7 @@ class ParallelConfig:
     """Start gradient reduction during backward; passes are then not captured as CUDA graphs."""
     overlap_param_gather: bool = False
     """Gather parameters during the next forward (needs distributed_optimizer); DeepSpeed does so with zero_stage: 3 and
-    not otherwise."""
+    not otherwise, and Muon's matrices are sent at the end of a step."""
     microbatch_group: int | None = declare(None, ge=1)
     """Micro-batches that run through one pass before the next pass starts (N of the interleaved schedule)."""
     recompute: Literal["none", "layer"] = "none"
@@ -368,6 +368,17 @@ class RunConfig:
     """Faults."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     """Logging."""
+
+    @property
+    def cuts_buffers(self) -> bool:
+        """Whether gradients lie in buffers that megatron-core cuts over data-parallel ranks at any place; Muon, which
+        needs whole matrices, gives each rank some of them instead."""
+        return self.parallel.distributed_optimizer and self.optimizer.kind != "muon"
+
+    @property
+    def gathers_ahead(self) -> bool:
+        """Whether updated parameters arrive during the next forward."""
+        return self.parallel.overlap_param_gather and self.cuts_buffers
 
     @property
     def zero(self) -> int | None:

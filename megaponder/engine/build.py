@@ -57,8 +57,8 @@ def build_engine(cfg: RunConfig, method: Method, groups: Groups) -> Pipelined:
             DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
                 overlap_grad_reduce=cfg.parallel.overlap_grad_reduce,
-                use_distributed_optimizer=cfg.parallel.distributed_optimizer,
-                overlap_param_gather=cfg.parallel.overlap_param_gather,
+                use_distributed_optimizer=cfg.cuts_buffers,
+                overlap_param_gather=cfg.gathers_ahead,
             ),
             stage,
         )

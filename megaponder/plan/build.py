@@ -15,6 +15,7 @@ from megaponder.config.stages import stage_sizes
 from megaponder.decoding.moe_options import read
 from megaponder.plan import zero
 from megaponder.plan.advice import Change, savings
+from megaponder.plan.extras import Extras, extras
 from megaponder.plan.flops import StepFlops, mean_executed, mean_needed, micro_batches, plan_flops, steps_seen
 from megaponder.plan.memory import GIB, Memory, element_bytes, rank_memory, settle_graphs
 from megaponder.plan.moe import inactive
@@ -84,6 +85,7 @@ class Plan:
     gpu_memory_gib: float
     gives_graphs_up: bool
     """Captured passes would not fit, and `precision.cuda_graphs: auto` runs them eagerly."""
+    extras: Extras
     main_memory: int
     """Bytes of main memory for each rank, where activations move there (`parallel.offload_passes`)."""
     zero: tuple[ByStage, ...]
@@ -191,6 +193,7 @@ def build_plan(cfg: RunConfig, method: Any, facts: MethodFacts, world_size: int,
         peak_tflops=peak,
         gpu_memory_gib=gpu.memory_gib,
         gives_graphs_up=settled is not cfg,
+        extras=extras(cfg, memory[0], stage_sizes(cfg)[0], rank_parameters(cfg, facts, 0, own).total, dp),
         main_memory=max(a.activations - b.activations for a, b in zip(whole, memory, strict=True)),
         zero=_by_stage(settled, facts, passes, world_size, own, te),
         savings=() if fits else savings(cfg, facts, passes, world_size, room, own, te),

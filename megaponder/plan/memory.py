@@ -243,7 +243,7 @@ def _kept(cfg: RunConfig, rows: int, te: bool) -> float:
 
 def _captured(cfg: RunConfig, te: bool) -> bool:
     """Whether the plan's GPU would run passes as CUDA graphs."""
-    overlap = cfg.parallel.overlap_grad_reduce or cfg.parallel.overlap_param_gather
+    overlap = cfg.parallel.overlap_grad_reduce or cfg.gathers_ahead
     eager = overlap or cfg.parallel.context > 1 or bool(cfg.model.moe) or cfg.zero is not None
     eager = eager or cfg.parallel.offload_passes > 0
     return te and bool(cfg.precision.cuda_graphs) and not eager
@@ -262,10 +262,11 @@ def _quantised_bytes(precision: PrecisionConfig) -> float:
 def _optimizer(cfg: RunConfig, held: Parameters, dp: int) -> int:
     """`dp`: ranks that hold the same weights and run other sequences."""
     each = 8 + (4 if cfg.precision.dtype == "bf16" else 0) + (4 if cfg.optimizer.ema_decay else 0)
-    one_moment = held.attention + held.mlp if cfg.optimizer.kind == "muon" else 0
     par = cfg.parallel
     alike, of_experts = dp * par.context, max(1, dp * par.context * par.tensor // (par.experts * par.expert_ranks))
     if not par.distributed_optimizer:
         alike = of_experts = 1
-    dense = -((4 * one_moment - (held.total - held.experts) * each) // alike)
-    return dense - (-held.experts * each // of_experts)
+    if cfg.optimizer.kind == "muon":  # one moment, and ranks share matrices; what has AdamW lies on each of them
+        matrices = held.attention + held.mlp
+        return (held.total - matrices) * each - (-matrices * (each - 4) // alike)
+    return -((held.experts - held.total) * each // alike) - (-held.experts * each // of_experts)

@@ -18,6 +18,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megaponder.config import launcher
 from megaponder.config.schema import RunConfig
 from megaponder.engine import groups
@@ -102,13 +104,15 @@ def run(cfg: RunConfig, once: Callable[[RunConfig], int]) -> int:
 
 
 def _times(cfg: RunConfig) -> dict[str, timedelta]:
-    """The extension's limits: a rank that hangs is interrupted when it would be named, and killed a little later."""
-    hang = 60 * (cfg.faults.hang_minutes or cfg.parallel.timeout_minutes / 2)
+    """The extension's limits: a rank that hangs is interrupted when it would be named, and killed a little later; over
+    gloo, which cannot be interrupted, not before the collective that it waits in gives up."""
+    hang, limit = 60 * (cfg.faults.hang_minutes or cfg.parallel.timeout_minutes / 2), 60 * cfg.parallel.timeout_minutes
+    hard = (hang if torch.cuda.is_available() else max(hang, limit)) + GRACE
     seconds = {
         "soft_timeout": hang,
-        "hard_timeout": hang + GRACE,
-        "barrier_timeout": hang + 2 * GRACE,
-        "completion_timeout": 60 * cfg.parallel.timeout_minutes,
+        "hard_timeout": hard,
+        "barrier_timeout": hard + GRACE,
+        "completion_timeout": limit,
         "monitor_thread_interval": min(30.0, hang / 4),
     }
     return {name: timedelta(seconds=value) for name, value in seconds.items()}

@@ -9,7 +9,8 @@ and one decay serve both (Moonlight, arXiv 2502.16982).  Queries, keys, values, 
 although they are stored together.
 
 torch.optim.Muon knows no shards and computes in BF16 whatever the run does; megatron-core's needs a package that is not
-on PyPI.  Here the tensor ranks gather u, and each computes the whole O(u) and takes its part of it.
+on PyPI.  Here the tensor ranks gather u, and each computes the whole O(u) and takes its part of it.  Ranks with the
+same weights may share the matrices out: each has the state of its own alone, updates them, and sends them on.
 """
 
 from __future__ import annotations
@@ -57,6 +58,27 @@ def update_of(u: Tensor, pieces: Pieces, dtype: torch.dtype) -> Tensor:
     return torch.cat(done, dim=1).view(u.shape)
 
 
+def owners(matrices: Iterable[Tensor], ranks: int) -> dict[Tensor, int]:
+    """Which of `ranks` has which matrix: the largest first, each to the rank that has least; alike on all of them."""
+    held = [0] * ranks
+    found: dict[Tensor, int] = {}
+    for p in sorted(matrices, key=lambda p: -p.numel()):  # stable: in the order of the layers
+        rank = held.index(min(held))
+        found[p], held[rank] = rank, held[rank] + p.numel()
+    return found
+
+
+@torch.no_grad()
+def send(matrices: dict[Tensor, int], group: dist.ProcessGroup) -> None:
+    """Every rank of the group gets each matrix from its owner."""
+    sent = [
+        dist.broadcast(p.data, dist.get_global_rank(group, owner), group=group, async_op=True)
+        for p, owner in matrices.items()
+    ]
+    for work in sent:
+        work.wait()
+
+
 class Muon(torch.optim.Optimizer):
     """For matrices; parameters that megatron-core has split over the tensor group say so by `partition_dim`.
 
@@ -65,6 +87,8 @@ class Muon(torch.optim.Optimizer):
 
     moments = ("exp_avg",)
     """Names of its states, by Adam's names."""
+    shared_out = False
+    """Whether no other rank with the same weights has the state of this one's matrices."""
 
     def __init__(
         self, params: Iterable[dict[str, Any]], lr: float, momentum: float, dtype: torch.dtype, group: dist.ProcessGroup

@@ -25,7 +25,7 @@ from megaponder.config.schema import RunConfig, TrainConfig
 from megaponder.engine.transfer import transfer
 from megaponder.engine.zero import Updates
 from megaponder.ponder.base import PARAMETER_PREFIX
-from megaponder.training.muon import Muon, Pieces
+from megaponder.training.muon import Muon, Pieces, owners, send
 
 
 def build_optimizer(cfg: RunConfig, ddp: DistributedDataParallel) -> MegatronOptimizer:
@@ -58,8 +58,8 @@ def build_optimizer(cfg: RunConfig, ddp: DistributedDataParallel) -> MegatronOpt
                 clip_grad=options.clip_grad,
                 bf16=bf16,
                 params_dtype=torch.bfloat16 if bf16 else torch.float32,
-                use_distributed_optimizer=cfg.parallel.distributed_optimizer,
-                overlap_param_gather=cfg.parallel.overlap_param_gather,
+                use_distributed_optimizer=cfg.cuts_buffers,
+                overlap_param_gather=cfg.gathers_ahead,
             ),
             [ddp],
             config_overrides=overrides,
@@ -102,10 +102,13 @@ def _muon(
     cfg: RunConfig, matrices: dict[nn.Parameter, Pieces], rates: dict[nn.Parameter, float], config: OptimizerConfig
 ) -> MegatronOptimizer:
     """Muon over these parameters, inside megatron-core's wrapper for their format."""
+    alike = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    shared_out = owners(matrices, alike.size()) if cfg.parallel.distributed_optimizer else {}
     groups = []
     for pieces in dict.fromkeys(matrices.values()):
-        own = [p for p, its in matrices.items() if its == pieces]
-        rate = rates[own[0]]  # that of all matrices of the layers
+        every = [p for p, its in matrices.items() if its == pieces]
+        rate = rates[every[0]]  # that of all matrices of the layers
+        own = [p for p in every if shared_out.get(p, alike.rank()) == alike.rank()]
         groups.append({"params": own, "pieces": pieces, "lr_mult": rate, "wd_mult": 1 / rate})
     group = parallel_state.get_tensor_model_parallel_group()
     inner = Muon(groups, config.lr, cfg.optimizer.momentum, config.params_dtype, group)
@@ -114,6 +117,16 @@ def _muon(
     else:
         muon = FP32Optimizer(inner, config, None)
     muon.grad_stats_parallel_group, muon.tp_group = parallel_state.get_model_parallel_group(), group
+    if shared_out:
+        inner.shared_out, muon.grad_stats_parallel_group = True, torch.distributed.group.WORLD
+        step = muon.step_with_ready_grads
+
+        def step_and_send() -> bool:
+            done: bool = step()
+            send(shared_out, alike)
+            return done
+
+        muon.step_with_ready_grads = step_and_send
     return muon
 
 

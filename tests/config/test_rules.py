@@ -35,10 +35,11 @@ BROKEN: list[Broken] = [
     *ENGINES,
     *MOE,
     broken(
-        "parallel.distributed_optimizer",
-        "muon needs whole matrices, which a sharded optimizer does not have; use f",
+        "precision.grad_accum_fusion",
+        "not Muon: other gradient buffers are not aligned; use auto",
         optimizer__kind="muon",
         parallel__distributed_optimizer=True,
+        precision__grad_accum_fusion=True,
     ),
     broken(
         "optimizer.tuned_width",

@@ -69,6 +69,14 @@ def test_documents_and_freqkv_in_both_implementations() -> None:
     test_te_is_as_near_to_fp32_as_pytorch_is("llama", "loop", {}, {"freqkv": {"capacity": 24}}, documents=True)
 
 
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(("family", "heads"), [("llama", 4), ("llama", 1), ("pythia", 4)])
+def test_one_sequence_at_a_time(family: str, heads: int, documents: bool) -> None:
+    """Dimensions of size 1 may have any stride, and Transformer Engine looks at strides."""
+    options, features = {"extra_passes": 1}, {"num_kv_heads": heads}
+    test_te_is_as_near_to_fp32_as_pytorch_is(family, "loop", options, features, documents, at_once=1)
+
+
 @pytest.mark.parametrize("name", FEATURES)
 def test_features_in_both_implementations(name: str) -> None:
     family, features = FEATURES[name]
@@ -82,10 +90,16 @@ def test_a_window_counts_tokens_in_both_implementations(method: str, options: di
 
 @pytest.mark.parametrize(("family", "method", "options"), CASES)
 def test_te_is_as_near_to_fp32_as_pytorch_is(
-    family: str, method: str, options: dict[str, Any], features: dict[str, Any] | None = None, documents: bool = False
+    family: str,
+    method: str,
+    options: dict[str, Any],
+    features: dict[str, Any] | None = None,
+    documents: bool = False,
+    at_once: int = 4,
 ) -> None:
     pytest.importorskip("transformer_engine")
     args = {"family": family, "method": method, "options": options, "features": features or {}, "documents": documents}
+    args["at_once"] = at_once
     got = run_workers("tests.gpu.workers:compare_implementations", 1, args=args)[0]
     print(got)
     assert got["params"]["te"] == got["params"]["fp32"]

@@ -31,7 +31,12 @@ def config(
 
 
 def compare_implementations(
-    family: str, method: str, options: dict[str, Any], features: dict[str, Any], documents: bool = False
+    family: str,
+    method: str,
+    options: dict[str, Any],
+    features: dict[str, Any],
+    documents: bool = False,
+    at_once: int = 4,
 ) -> dict[str, Any]:
     """Loss and gradients of PyTorch's layers in FP32 and of both implementations in BF16, on equal weights."""
     import torch
@@ -41,7 +46,7 @@ def compare_implementations(
     from megaponder.engine.build import build_engine
     from megaponder.ponder.settings import method_of
 
-    batches = _batches(5, documents=documents)
+    batches = _batches(5, documents=documents, at_once=at_once)
     out: dict[str, Any] = {}
     for name, implementation, dtype in (("fp32", "local", "fp32"), ("local", "local", "bf16"), ("te", "te", "bf16")):
         cfg = config(family, method, options, implementation, dtype, features)
@@ -107,7 +112,7 @@ def _engine(cfg: RunConfig) -> Any:
     return engine
 
 
-def _batches(step: int, count: int = 2, documents: bool = False) -> list[Any]:
+def _batches(step: int, count: int = 2, documents: bool = False, at_once: int = 4) -> list[Any]:
     """Micro-batches; documents are 20 tokens long in the mean, and in every third step 5, of which there are more."""
     import torch
 
@@ -117,7 +122,7 @@ def _batches(step: int, count: int = 2, documents: bool = False) -> list[Any]:
     text = torch.randint(0, 1000, (4 * count, 129), generator=draw)
     if documents:
         text[torch.rand(text.shape, generator=draw) < (0.2 if step % 3 == 0 else 0.05)] = 0
-    return [make_micro_batch(t.numpy(), "plain", 0, documents) for t in text.split(4)]
+    return [make_micro_batch(t.numpy(), "plain", 0, documents) for t in text.split(at_once)]
 
 
 def _gradient(engine: Any) -> Any:

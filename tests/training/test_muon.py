@@ -11,11 +11,12 @@ from torch import Tensor
 
 from megaponder.checkpoint import folder, reader
 from megaponder.checkpoint.state import load_saved_config
+from megaponder.plan.extras import extras
 from megaponder.plan.memory import rank_memory
 from megaponder.ponder.facts import facts_of
 from megaponder.ponder.settings import method_of
-from megaponder.training.muon import Muon, Pieces, update_of
-from tests.tolerance import ATOL, RTOL
+from megaponder.training.muon import Muon, Pieces, owners, update_of
+from tests.tolerance import ATOL, RTOL, STEPS_BF16
 from tests.training.conftest import Base, run
 from tests.training.test_resume import series
 
@@ -27,6 +28,11 @@ LAYOUTS: dict[str, dict[str, object]] = {
     "muon-tp2-sp": {"parallel__tensor": 2, "parallel__sequence": True},
     "muon-pp2": {"parallel__pipeline": 2},
     "muon-dp2-overlap": {"parallel__overlap_grad_reduce": True},
+    "muon-dp2-shared-out": {
+        "parallel__distributed_optimizer": True,
+        "parallel__overlap_grad_reduce": True,
+        "parallel__overlap_param_gather": True,
+    },
 }
 
 
@@ -79,13 +85,23 @@ def test_the_matrices_in_one_parameter_are_orthogonalised_each_by_itself() -> No
     assert (polynomial(fused) - want).abs().max() > 0.1
 
 
+def test_ranks_share_matrices_out_evenly() -> None:
+    matrices = [drawn(*shape) for shape in ((8, 8), (24, 8), (8, 40), (16, 16), (8, 8))]
+    owner = owners(matrices, 3)
+    assert [owner[m] for m in matrices] == [2, 2, 0, 1, 1]  # 320, 256, 192, then 64 to who has least
+    assert set(owners(matrices, 1).values()) == {0} and set(owners(matrices, 9).values()) == set(range(5))
+
+
 @pytest.fixture(scope="module")
 def trained(base: Base) -> Base:
     """A run of eight steps in one process, its continuation from step 3 in each layout, and back."""
     jobs = [{"run": str(base.root / "muon")} | MUON, {"run": str(base.root / "muon-bf16")} | MUON | BF16]
     run("run_many", 1, jobs=[job | {"data": base.data} for job in jobs])
-    run("run_many", 2, jobs=[base.copy(n, source="muon") | MUON | changes for n, changes in LAYOUTS.items()])
-    back = base.copy("muon-back", source="muon-tp2-sp", upto=6) | MUON
+    layouts = [base.copy(n, source="muon") | MUON | changes for n, changes in LAYOUTS.items()]
+    layouts[-1] |= {"checkpoint__local": str(base.root / "local"), "checkpoint__local_every": 4}
+    layouts.append(base.copy("muon-bf16-shared-out", source="muon-bf16") | MUON | BF16 | LAYOUTS["muon-dp2-shared-out"])
+    run("run_many", 2, jobs=layouts)
+    back = base.copy("muon-back", source="muon-dp2-shared-out", upto=6) | MUON
     loaded = {"run": str(base.root / "muon-loaded"), "checkpoint__load": str(base.root / "muon-bf16")}
     loaded |= {"data": base.data, "train__steps": 1, "schedule__warmup_fraction": 0.0} | UNTIED
     run("run_many", 1, jobs=[back, *(job | MUON | BF16 for job in (base.copy("muon-bf16-same", "muon-bf16"), loaded))])
@@ -103,6 +119,8 @@ def test_master_weights_and_a_resume(trained: Base) -> None:
     assert series(trained.rows("muon-bf16-same")) == series(trained.rows("muon-bf16"))
     losses = [series(trained.rows(name))["loss"] for name in ("muon-bf16", "muon")]
     np.testing.assert_allclose(losses[0], losses[1], rtol=4e-3)
+    shared = series(trained.rows("muon-bf16-shared-out"))["loss"]
+    np.testing.assert_allclose(shared, losses[0], rtol=STEPS_BF16)
     # a run from its weights goes on from there, masters and average too
     assert trained.rows("muon-loaded")[1]["loss"] < trained.rows("muon-bf16")[1]["loss"] - 0.2
     path = folder.final(trained.root / "muon-loaded" / "checkpoints", 1)
@@ -133,3 +151,26 @@ def test_only_matrices_of_layers_lack_a_second_moment(trained: Base) -> None:
     planned = rank_memory(cfg, facts_of(method, 1), method.passes(1, 0), 1, 0).optimizer
     assert planned == sum(4 * math.prod(shape) for n, shape in names.items() if n.startswith("optimizer."))
     assert trained.rows("muon")[8]["loss"] < trained.rows("muon")[1]["loss"]
+
+
+def test_each_rank_holds_its_own_matrices_alone(trained: Base) -> None:
+    """What lies in the ranks' local checkpoints, and what `plan` says of it."""
+    (root,) = (trained.root / "local").iterdir()
+    held = [torch.load(root / f"rank_0000{rank}" / "step_00000008" / "tensors.pt") for rank in (0, 1)]
+    counts = [{n: t.numel() for n, t in h["optimizer"].items() if not n.endswith(".param")} for h in held]
+    assert abs(sum(counts[0].values()) - sum(counts[1].values())) < sum(counts[0].values()) / 4
+    assert not any(torch.equal(a, b) for a in muons(held[0]) for b in muons(held[1]) if a.shape == b.shape)
+    cfg = load_saved_config(folder.final(trained.root / "muon-dp2-shared-out" / "checkpoints", 8))
+    method = method_of(cfg)
+    facts = facts_of(method, 1)
+    planned = rank_memory(cfg, facts, method.passes(1, 0), 2, 0)
+    averages = sum(t.numel() for h in held for t in h["ema"].values())
+    assert 4 * (sum(sum(c.values()) for c in counts) + averages) == 2 * planned.optimizer
+    parameters = sum(t.numel() for t in held[0]["model"].values())
+    assert extras(cfg, planned, 2, parameters, 2).local_bytes == 4 * parameters + planned.optimizer
+
+
+def muons(held: dict[str, dict[str, Tensor]]) -> list[Tensor]:
+    """First moments of matrices that have no second one."""
+    own = held["optimizer"]
+    return [t for n, t in own.items() if n.endswith(".exp_avg") and f"{n}_sq" not in own]

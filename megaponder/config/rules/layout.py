@@ -223,13 +223,6 @@ def gloo_keeps_outputs(c: Case) -> None:
     require(ok, "parallel.deallocate_pipeline_outputs", True, rule, "use false or omit it")
 
 
-def muon_needs_whole_matrices(c: Case) -> None:
-    """Muon orthogonalises matrices, and the distributed optimizer cuts them at any place."""
-    whole = c.cfg.optimizer.kind != "muon" or not c.cfg.parallel.distributed_optimizer
-    rule = "optimizer.kind = muon needs whole matrices, which a sharded optimizer does not have"
-    require(whole, "parallel.distributed_optimizer", True, rule, "use false, or optimizer.kind: adamw")
-
-
 RULES: tuple[Rule, ...] = (
     tensor_divides_widths,
     tensor_divides_vocabulary,
@@ -241,7 +234,6 @@ RULES: tuple[Rule, ...] = (
     moe.experts_fill_ranks,
     batch_divides,
     passes_fill_the_pipeline,
-    muon_needs_whole_matrices,
     overlap_has_what_it_needs,
     overlap_needs_all_gradients,
     skipping_needs_halting,

@@ -31,8 +31,8 @@ def graphs_exclude_context(c: Case) -> None:
 
 def fused_gradients_are_aligned(c: Case) -> None:
     """cuBLAS adds to aligned buffers only, and only the distributed optimizer's are."""
-    rule = "it needs parallel.distributed_optimizer: other gradient buffers are not aligned"
-    ok = c.cfg.precision.grad_accum_fusion is not True or c.cfg.parallel.distributed_optimizer
+    rule = "it needs parallel.distributed_optimizer, and not Muon: other gradient buffers are not aligned"
+    ok = c.cfg.precision.grad_accum_fusion is not True or c.cfg.cuts_buffers
     require(ok, "precision.grad_accum_fusion", True, rule, "use auto")
 
 
