@@ -185,12 +185,14 @@ def print_plan(cfg: RunConfig, plan: Plan, console: Console) -> None:
     table.add_row("on a rank", f"{lay.micro_batches} micro-batches of {t.micro_batch}, {passes}{group}")
     if plan.rates:
         table.add_row("learning rate", f"{cfg.optimizer.lr:g}; {plan.rates}")
-    if (more := plan.extras).muon_flops:
-        share = more.muon_flops * lay.world_size / (plan.executed * cfg.train.global_batch * cfg.data.sequence_length)
-        table.add_row("Muon", f"{si(more.muon_flops)} FLOPs a step on a rank beside its own, {share:.2%} of them")
-    if more.local_bytes:
+    if (beside := plan.extras).muon_flops:
+        more_work = (
+            beside.muon_flops * lay.world_size / (plan.executed * cfg.train.global_batch * cfg.data.sequence_length)
+        )
+        table.add_row("Muon", f"{si(beside.muon_flops)} FLOPs a step on a rank beside its own, {more_work:.2%} of them")
+    if beside.local_bytes:
         every = cfg.checkpoint.local_every
-        table.add_row("local checkpoint", f"{more.local_bytes / GIB:.2f} GiB of each rank every {every} steps")
+        table.add_row("local checkpoint", f"{beside.local_bytes / GIB:.2f} GiB of each rank every {every} steps")
     table.add_row("vocabulary", f"{cfg.model.vocab_size:,} in a table of {plan.table_rows:,} rows")
     table.add_row("pipeline idles", f"{est.bubble:.1%} of the time" if lay.pipeline > 1 else "never")
     _show(console, table)

@@ -112,11 +112,12 @@ def refuse_different_ranks(cfg: RunConfig) -> None:
 def patience(cfg: RunConfig) -> tuple[float, float]:
     """Seconds without progress after which a stalled rank is named, and after which a dead one is given up.
 
-    The second ends just before the process groups' time-out, whose own messages name no rank.
+    The second ends just before the process groups' time-out, whose own messages name no rank; where ranks restart
+    within their processes, later, since over gloo it is by that time-out that they learn of an error.
     """
-    limit = 60 * cfg.parallel.timeout_minutes
     assert cfg.faults.hang_minutes is not None
-    return 60 * cfg.faults.hang_minutes, 0.9 * limit
+    share = 1.5 if cfg.faults.in_process_restarts else 0.9
+    return 60 * cfg.faults.hang_minutes, share * 60 * cfg.parallel.timeout_minutes
 
 
 def refuse_other_model(cfg: RunConfig, checkpoint: Path, weights_only: bool = False) -> list[str]:
