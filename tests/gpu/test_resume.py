@@ -24,7 +24,7 @@ MODES: dict[str, dict[str, Any]] = {
     "bf16": BF16,
     "delayed": BF16 | {"precision__fp8": "delayed"},
     "blockwise": BF16 | {"precision__fp8": "blockwise"},
-    "muon": BF16 | {"parallel__distributed_optimizer": False, "optimizer__kind": "muon", "train__z_loss": 1e-3},
+    "muon": BF16 | {"optimizer__kind": "muon", "train__z_loss": 1e-3},  # ranks share matrices out
     "layers-of-pytorch": BF16 | {"precision__implementation": "local"},
 }
 MOVES = [
@@ -134,11 +134,12 @@ def test_a_run_goes_on_in_another_precision(resumed: Path, before: str, after: s
     assert tensors(resumed, name) == tensors(resumed, after)
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16", "delayed"])
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "delayed", "muon"])
 def test_another_layout_goes_on(root: Path, mode: str) -> None:
     train(2, [job(root, f"{mode}-{n}", mode, **MODES[mode] | layout) for n, layout in LAYOUTS.items()])
     back = [Base(root, "").copy(f"{mode}-{n}-back", source=f"{mode}-{n}", upto=6) for n in LAYOUTS]
     train(1, [copy | MODEL | MODES[mode] for copy in back])
     for name in LAYOUTS:
         for found in (f"{mode}-{name}", f"{mode}-{name}-back"):
-            np.testing.assert_allclose(losses(root, found), losses(root, mode), rtol=PRECISIONS[mode], err_msg=found)
+            want = PRECISIONS.get(mode, PRECISIONS["bf16"])
+            np.testing.assert_allclose(losses(root, found), losses(root, mode), rtol=want, err_msg=found)
