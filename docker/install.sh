@@ -5,6 +5,18 @@ set -euo pipefail
 python=$1 extras=$2
 shift 2
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-"$python" -m pip install --disable-pip-version-check --quiet --constraint constraints.txt "$@" \
-  torch==2.13.0 --editable ".[$extras]"
+pip=("$python" -m pip --disable-pip-version-check --quiet install)
+torch=torch==2.13.0
+rest() { # constraints.txt has all packages of `dev` and no others
+  "${pip[@]}" --no-deps "$@" --requirement <(grep --invert-match '^torch==' constraints.txt) 'setuptools>=77'
+  "${pip[@]}" --no-deps "$@" --no-build-isolation --editable .
+}
+if [ "$extras" = dev ]; then # one core unpacks PyTorch, half of it all, another the rest
+  "${pip[@]}" --no-deps "$@" "$torch" &
+  rest "$@" || { kill $!; exit 1; }
+  wait $!
+fi
+if [ "$extras" != dev ] || ! "$python" -m pip check; then
+  "${pip[@]}" --constraint constraints.txt "$@" "$torch" --editable ".[$extras]"
+fi
 "$python" -m megaponder --version

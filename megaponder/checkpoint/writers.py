@@ -1,4 +1,4 @@
-"""Writing a rank's shards in forked processes, and what they report to the training process.
+"""Writing a rank's shards, in forked processes where they are large, and what these report to the training process.
 
 megatron-core waits for ever for a writer that the kernel has killed (out of memory), and its queue is another process,
 which dies from the very SIGTERM that announces a preemption.  Here each process is joined and leaves its result in a
@@ -24,7 +24,8 @@ from megaponder.engine.megatron_versions import request_to_save, save_strategy
 from megaponder.errors import of_file
 
 WORTH_ANOTHER = 1 << 23
-"""Bytes of a rank's weights from which on two processes write them: to fork a second one takes 15 ms."""
+"""Bytes of a rank's weights from which on two processes write them; what is smaller is written where it is: to fork a
+process costs this one 150 ms of CPU, page by page."""
 
 
 class WriteError(Exception):
@@ -89,17 +90,14 @@ def request(tensors: dict[str, Any], path: Path, strategy: Any) -> tuple[Any, Re
 
 
 def write(transforms: list[Any], rank: int, buckets: list[Any], results: Results) -> None:
-    """Write each bucket in a process of its own, then take the checksums of what was written."""
+    """Write each bucket in a process of its own, a single one here; then take the checksums of what was written."""
     if os.getpid() != results.parent:
         gc.disable()  # it could free the trainer's CUDA tensors, which a forked child must not touch
-    context = get_context("fork")
     boxes = [Results(results.path.with_name(f"{results.path.name}-{i}")) for i in range(len(buckets))]
-    for i, (bucket, box) in enumerate(zip(buckets, boxes, strict=True)):
-        box.process = context.Process(target=_write, args=(transforms, i, bucket, box))
-        box.process.start()
-    for box in boxes:
-        assert box.process is not None
-        box.process.join()
+    if len(buckets) == 1:
+        _write(transforms, 0, buckets[0], boxes[0])
+    else:
+        _fork(transforms, buckets, boxes)
     items = [box.get_nowait() for box in boxes]
     failed = next((item for item in items if isinstance(item, Exception)), None)
     if failed is None:
@@ -110,10 +108,21 @@ def write(transforms: list[Any], rank: int, buckets: list[Any], results: Results
     results.put(failed or dict(enumerate(items)))
 
 
+def _fork(transforms: list[Any], buckets: list[Any], boxes: list[Results]) -> None:
+    context = get_context("fork")
+    for i, (bucket, box) in enumerate(zip(buckets, boxes, strict=True)):
+        box.process = context.Process(target=_write, args=(transforms, i, bucket, box))
+        box.process.start()
+    for box in boxes:
+        assert box.process is not None
+        box.process.join()
+
+
 def _write(transforms: list[Any], index: int, bucket: Any, box: Results) -> None:
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-    gc.disable()
+    if os.getpid() != box.parent:
+        gc.disable()
 
     class Told:
         put = staticmethod(lambda told: box.put(explained(told[1], bucket[0])))

@@ -29,11 +29,12 @@ MOST_VALUES = 200_000
 _parsed: dict[str, Any] = {}
 """The value of the last text: a start reads the configuration of a checkpoint twice, which takes 50 ms each."""
 _written: dict[str, str] = {}
-"""The text of the last value, by its representation: one for the run's folder and one for its checkpoints."""
+"""Texts of the last sections, by their representation: of a run's folder, its checkpoints, and the next run."""
 
 
-def _remember(last: dict[str, T], key: str, value: T) -> T:
-    last.clear()
+def _remember(last: dict[str, T], key: str, value: T, most: int = 1) -> T:
+    while len(last) >= most:
+        del last[next(iter(last))]
     last[key] = value
     return value
 
@@ -164,6 +165,8 @@ _Representer.add_representer(list, _Representer.row)
 
 def to_text(value: Any) -> str:
     """YAML of plain data."""
+    if isinstance(value, dict) and len(value) > 1:
+        return "".join(to_text({name: section}) for name, section in value.items())
     if (known := _written.get(repr(value))) is not None:
         return known
     yaml = YAML(typ="safe", pure=True)
@@ -173,7 +176,7 @@ def to_text(value: Any) -> str:
     yaml.width = 110
     out = io.StringIO()
     yaml.dump(value, out)
-    return _remember(_written, repr(value), out.getvalue())
+    return _remember(_written, repr(value), out.getvalue(), most=64)
 
 
 def write(value: Any, path: str | os.PathLike[str]) -> None:

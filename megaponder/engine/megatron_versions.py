@@ -30,8 +30,8 @@ def without_triton() -> None:
 
 
 def save_strategy(writers: int) -> Any:
-    """The strategy that saves in PyTorch's distributed format, so many files a rank, each written by a process of its
-    own; the files have one form whatever the version.
+    """The strategy that saves in PyTorch's distributed format, so many files a rank, several of them written by a
+    process each; the files have one form whatever the version.
 
     0.19 stores what is no tensor (nothing of ours) as a pickled object among the tensors.  Here it goes into
     `common.pt`, as in 0.16: that version reads no other place, and indexes with objects are refused.

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from megaponder.errors import UserError
 from megaponder.export import compose, configs, requirements, to_hf
 from megaponder.export.from_hf import import_hf
 from megaponder.export.to_hf import export
+from tests import forks
 from tests.export import checkpoints
 from tests.export.models import ids
 from tests.layouts.cases import WHOLE
@@ -106,6 +106,8 @@ def test_pondering_export_round_trip(family: str, method: str, changes: dict[str
 
 FRESH = """
 import os, sys, torch
+for name in [name for name in sys.modules if name.split(".")[0] in ("megaponder", "megatron", "tests")]:
+    del sys.modules[name]  # what the process that this one is forked from has
 sys.modules["megaponder"] = None  # any import of this project fails
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, dynamic_module_utils
 for words in (["a-model.v1", "saved", "out.pt"], ["saved", "again", "again.pt"]):
@@ -137,12 +139,12 @@ def in_a_fresh_process(script: str, folder: Path) -> None:
     """Run a script that must not need this project."""
     (folder / "fresh.py").write_text(script)
     env = os.environ | {"HF_MODULES_CACHE": str(folder / "modules"), "HF_HUB_OFFLINE": "1"}
-    ran = subprocess.run([sys.executable, "fresh.py"], cwd=folder, env=env, capture_output=True, text=True)
+    ran = subprocess.run([forks.python(), "fresh.py"], cwd=folder, env=env, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
 
 
 def test_folder_stands_on_its_own(tmp_path: Path) -> None:
-    """In fresh processes, through AutoModel and trust_remote_code, without this project; saved and loaded again."""
+    """In other processes, through AutoModel and trust_remote_code, without this project; saved and loaded again."""
     net = checkpoints.make("pythia", "ponderlm", tmp_path / "run")
     done = export(tmp_path / "run", tmp_path / "a-model.v1")
     code_files = {name for name in done.files if name.endswith(".py")}

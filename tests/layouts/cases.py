@@ -10,12 +10,24 @@ from typing import Any
 
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import ModelConfig, ParallelConfig, RunConfig
-from tests.layouts.samples import CONTEXT, DOCUMENTS, EXPERTS, FEW, REPRESENTATIVES, SIMILAR, STAGED
+from tests.layouts.samples import (
+    CONTEXT,
+    DOCUMENTS,
+    EXPERTS,
+    FEW,
+    REPRESENTATIVES,
+    SHARDED,
+    SIMILAR,
+    STAGED,
+    THREE_STAGES,
+)
 from tests.layouts.shapes import Case, Layout
 
 SEQUENCES, LENGTH, VOCAB = 4, 12, 93  # a vocabulary that is a multiple of nothing
 BIASED = {"experts": 4, "top_k": 2, "score": "sigmoid", "aux_weight": 0.3, "bias_rate": 0.1}
 
+UNEVEN = {2: [1, 2]}
+"""Layers of the stages of three layers; three stages have one each."""
 
 CASES = {
     "vanilla-llama-tied": Case("llama", "vanilla", model={"tie_embeddings": True}),
@@ -43,13 +55,15 @@ CASES = {
         "pythia",
         "ponderlm3",
         {"latents": 2, "target": 0.0, "jacobi": 1, "cost_weight": 0.3, "target_depth": 1.1, "threshold": 0.3},
-        {"num_layers": 6},
+        {"num_layers": 3},
+        stages=UNEVEN,
     ),
     "adaponderlm-pythia-deep": Case(
         "pythia",
         "adaponderlm",
         {"target": 0.0, "threshold": 0.5, "bottom_share": 0.5, "cost_weight": 0.3},
-        {"num_layers": 6},
+        {"num_layers": 3},
+        stages=UNEVEN,
     ),
     "adaponderlm-llama-gqa": Case(
         "llama",
@@ -75,11 +89,17 @@ CASES = {
         "pythia",
         "adaptive_cot",
         {"steps": 2, "target": 0.0, "threshold": 0.4, "cost_weight": 1.0, "cost_power": 0.3},
-        {"num_layers": 6},
+        {"num_layers": 3},
+        stages=UNEVEN,
     ),
     "ponderlm2-drawn-pythia": Case("pythia", "ponderlm2", {"jacobi_from": 0, "jacobi_to": 2}, steps=4),
     "adaponderlm-skip": Case(
-        "pythia", "adaponderlm", {"target": 0.0, "threshold": 0.5, "steps": 2}, {"num_layers": 6}, skip=True
+        "pythia",
+        "adaponderlm",
+        {"target": 0.0, "threshold": 0.5, "steps": 2},
+        {"num_layers": 3},
+        skip=True,
+        stages=UNEVEN,
     ),
     "adaptive-cot-skip-gqa": Case(
         "llama", "adaptive_cot", {"target": 0.0, "threshold": 0.3}, {"num_kv_heads": 2}, skip=True
@@ -95,9 +115,10 @@ CASES = {
         "pythia",
         "adaponderlm",
         {"target": 0.5, "explore": 0.9, "cost_weight": 20.0},
-        {"num_layers": 6},
+        {"num_layers": 3},
         skip=True,
         steps=3,
+        stages=UNEVEN,
     ),
     "adaptive-cot-budget-skip": Case(
         "llama", "adaptive_cot", {"target": 0.45, "score_weight": 20.0}, {"num_kv_heads": 2}, skip=True, steps=2
@@ -319,16 +340,19 @@ CASES = {
     ),
     "detached-llama": Case("llama", "detached"),
     "everything-llama": Case("llama", "sink", {}, {"num_kv_heads": 2}),
-    "everything-deep": Case("pythia", "sink", {}, {"num_layers": 6}),  # PP = 2 and 3 divide it
+    "everything-deep": Case("pythia", "sink", {}, {"num_layers": 3}, stages=UNEVEN),
 }
 
+ESLM_OF_MICRO = "eslm-micro-skip"
+"""Its reference must have the micro-batches of its layouts."""
 
 TRUNCATED = ("huginn", "retrofit", "parcae")
 """Methods whose first passes have no gradient."""
 
 
 LAYOUTS = {
-    "one-batch1": Layout(batch=1, deep=True, evaluate=True),
+    "one": Layout(deep=True, evaluate=True),
+    "one-batch1": Layout(batch=1, deep=True, every=False, sample=(*FEW, ESLM_OF_MICRO), evaluate=True),
     "one-documents": Layout(
         batch=1, deep=True, every=False, sample=REPRESENTATIVES + DOCUMENTS, evaluate=True, documents=True
     ),
@@ -337,25 +361,27 @@ LAYOUTS = {
     "tp2": Layout(tensor=2, every=False, sample=FEW),
     "tp2-sp": Layout(tensor=2, sequence=True, batch=4, evaluate=True),
     "tp2-sp-recompute": Layout(tensor=2, sequence=True, recompute="layer", offload=True, every=False),
-    "pp2": Layout(pipeline=2, deep=True),
+    "pp2": Layout(pipeline=2, deep=True, without=THREE_STAGES + SHARDED, sample=()),
     "pp2-batch1": Layout(pipeline=2, batch=1, every=False, sample=FEW),
-    "pp2-recompute": Layout(pipeline=2, recompute="layer", offload=True, every=False),
+    "pp2-recompute": Layout(pipeline=2, recompute="layer", offload=True, every=False, sample=FEW),
     "dp2": Layout(data=2, every=False, sample=FEW),
-    "dp2-overlap": Layout(data=2, batch=1, overlap=True, every=False),
+    "dp2-overlap": Layout(data=2, batch=1, overlap=True, every=False, sample=FEW),
     "dp2-distopt-overlap": Layout(data=2, batch=1, distributed_optimizer=True, overlap=True, every=False, methods=True),
     "pp3": Layout(pipeline=3, batch=1, deep=True),
     "pp4": Layout(pipeline=4, batch=1, deep=True, every=False),
     "tp4-sp": Layout(tensor=4, sequence=True, every=False, sample=("depth-skip",)),
-    "tp2-pp2": Layout(tensor=2, pipeline=2, every=False, sample=FEW),
+    "tp2-pp2": Layout(tensor=2, pipeline=2, every=False, sample=("ponderlm-pythia", "everything-llama")),
     "tp2-sp-pp2-recompute": Layout(
         tensor=2, pipeline=2, sequence=True, recompute="layer", deep=True, every=False, evaluate=True
     ),
     "dp2-pp2-distopt-overlap": Layout(
-        data=2, pipeline=2, batch=1, distributed_optimizer=True, overlap=True, every=False, evaluate=True
+        data=2, pipeline=2, batch=1, distributed_optimizer=True, overlap=True, every=False, sample=FEW, evaluate=True
     ),
     "tp2-sp-documents": Layout(tensor=2, sequence=True, every=False, evaluate=True, documents=True),
-    "pp2-documents": Layout(pipeline=2, recompute="layer", deep=True, every=False, documents=True),
-    "dp2-documents": Layout(data=2, every=False, documents=True),
+    "pp2-documents": Layout(
+        pipeline=2, recompute="layer", deep=True, every=False, sample=(*FEW, "parcae-llama"), documents=True
+    ),
+    "dp2-documents": Layout(data=2, every=False, sample=FEW, documents=True),
     "cp2": Layout(context=2, batch=1, deep=True, every=False, sample=(*CONTEXT, "depth-skip"), evaluate=True),
     "cp2-documents": Layout(
         context=2, recompute="layer", deep=True, every=False, sample=DOCUMENTS, evaluate=True, documents=True
@@ -379,14 +405,21 @@ LAYOUTS = {
     "ep2-distopt-recompute": Layout(
         data=2, experts=2, distributed_optimizer=True, recompute="layer", every=False, sample=EXPERTS
     ),
-    "ep2-tp2": Layout(tensor=2, experts=2, expert_tensor=1, every=False, sample=EXPERTS),
+    "ep2-tp2": Layout(tensor=2, experts=2, expert_tensor=1, every=False, sample=EXPERTS[:1]),
     "ep2-tp2-sp": Layout(tensor=2, experts=2, expert_tensor=1, sequence=True, every=False, sample=EXPERTS),
     "ep2-cp2": Layout(context=2, experts=2, every=False, sample=()),
     "ep2-pp2": Layout(data=2, pipeline=2, experts=2, batch=1, every=False, sample=STAGED),
-    "ep2-etp2-sp": Layout(data=2, tensor=2, experts=2, sequence=True, every=False, sample=EXPERTS),
+    "ep2-etp2-sp": Layout(data=2, tensor=2, experts=2, sequence=True, every=False, sample=EXPERTS[:1]),
     "ep2-etp2": Layout(data=2, tensor=2, experts=2, every=False, sample=()),
     "ep2-tp2-sp-pp2": Layout(
-        tensor=2, pipeline=2, experts=2, expert_tensor=1, sequence=True, recompute="layer", every=False, sample=STAGED
+        tensor=2,
+        pipeline=2,
+        experts=2,
+        expert_tensor=1,
+        sequence=True,
+        recompute="layer",
+        every=False,
+        sample=STAGED[::3],
     ),
     "ep2-dp4-distopt": Layout(data=4, experts=2, distributed_optimizer=True, batch=1, every=False, sample=()),
     "cp3": Layout(context=3, deep=True, every=False, sample=()),
@@ -421,7 +454,7 @@ def cases_of(layout: Layout) -> list[str]:
         if case.model.get("num_kv_heads", 4) % layout.tensor:
             continue  # refused: config.rules.layout
         if case.eslm.get("scope") != "global" and case.eslm and layout.batch != 1:
-            continue
+            continue  # another choice of tokens
         if layout.experts > 1 and "moe" not in case.model:
             continue
         if case.skip and "moe" in case.model and layout.tensor > 1 and not layout.sequence:
@@ -429,7 +462,7 @@ def cases_of(layout: Layout) -> list[str]:
         sample = REPRESENTATIVES if layout.sample is None else layout.sample
         first = layout.methods and (case.method, case.skip) not in known
         known.add((case.method, case.skip))
-        every = layout.every and (name not in SIMILAR or layout.world != 2)
+        every = layout.every and name not in layout.without and (name not in SIMILAR or layout.world != 2)
         if WHOLE or every or first or name in sample or (layout.overlap and name == DRAWN):
             found.append(name)
     return found
@@ -468,7 +501,7 @@ def run_config(case: Case, layout: Layout) -> RunConfig:
 
 def is_gated(case: str) -> bool:
     """The first matrix of the case's MLP is two."""
-    return run_config(CASES[case], LAYOUTS["one-batch1"]).model.gated
+    return run_config(CASES[case], LAYOUTS["one"]).model.gated
 
 
 def disturb(named: Iterable[tuple[str, Any]]) -> None:

@@ -32,6 +32,32 @@ SIMILAR = (
     "ouro-deep",
 )
 """On ranks of one kind, another case of the method does all that these do; three stages have them all."""
+THREE_STAGES = (
+    "adaponderlm-skip",
+    "adaponderlm-budget-skip",
+    "depth-within-deep",
+    "depth-blocks-deep",
+    "huginn-llama",
+    "retrofit-llama",
+    "parcae-llama",
+    "nanbeige-shared",
+    "everything-deep",
+)
+"""Their layers are enough for three stages, which cross what two cross; recomputed ones of two and four are samples."""
+SHARDED = (
+    "features-serial",
+    "features-parallel",
+    "qk-norm-gqa",
+    "sandwich-gqa",
+    "post-norm-all-heads",
+    "stream-norm-qk-bias",
+    "window-yarn-gqa",
+    "freqkv-gqa",
+    "ponderlm-topk-gpt2-tied",
+    "adaponderlm-budget",
+    "moe-skip",
+)
+"""What they have beyond others is inside a layer or a pass: ranks that share a layer differ in it, stages do not."""
 CONTEXT = (
     "vanilla-llama-tied",
     "ponderlm3-pythia-deep",

@@ -47,6 +47,8 @@ class Layout:
     """Cases with more than two layers run here too."""
     every: bool = True
     """All cases run here (on two ranks without `SIMILAR`), or only `sample`."""
+    without: tuple[str, ...] = ()
+    """But not these."""
     sample: tuple[str, ...] | None = None
     """None: `REPRESENTATIVES`."""
     methods: bool = False

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from tests.distributed import run_workers
-from tests.layouts.cases import CASES, LAYOUTS, cases_of, is_gated
+from tests.layouts.cases import CASES, ESLM_OF_MICRO, LAYOUTS, cases_of, is_gated
 from tests.layouts.workers import assemble
 from tests.tolerance import ATOL, RTOL
 
-REFERENCE, WITH_DOCUMENTS = "one-batch1", "one-documents"
+REFERENCE, OF_MICRO, WITH_DOCUMENTS = "one", "one-batch1", "one-documents"
 
 
 class Results:
@@ -41,18 +41,23 @@ def _worst(ours: np.ndarray, reference: np.ndarray) -> float:
     return float(np.abs(ours - reference).max() / max(np.abs(reference).max(), ATOL))
 
 
+def reference_of(case: str, documents: bool = False) -> str:
+    """The layout that a case's other layouts are compared with."""
+    return WITH_DOCUMENTS if documents else OF_MICRO if case == ESLM_OF_MICRO else REFERENCE
+
+
 MATRIX = [
     (case, name)
     for name, layout in LAYOUTS.items()
-    if name not in (REFERENCE, WITH_DOCUMENTS)
     for case in cases_of(layout)
+    if name != reference_of(case, layout.documents)
 ]
 
 
 @pytest.mark.parametrize(("case", "layout"), MATRIX)
 def test_layout_changes_nothing(results: Any, case: str, layout: str) -> None:
     gated = is_gated(case)
-    reference = results[WITH_DOCUMENTS if LAYOUTS[layout].documents else REFERENCE][case][0]
+    reference = results[reference_of(case, LAYOUTS[layout].documents)][case][0]
     expected = assemble([reference], gated)
     ranks = results[layout][case]
     for rank in ranks:
@@ -90,7 +95,7 @@ def test_evaluation_counts_every_token_and_pass(results: Any) -> None:
 def test_every_gradient_is_alive(results: Any) -> None:
     """A gradient of zero would make the comparison above empty, one near zero would compare sums that cancel."""
     for case in CASES:
-        for key, value in assemble(results[REFERENCE][case], is_gated(case)).items():
+        for key, value in assemble(results[reference_of(case)][case], is_gated(case)).items():
             assert np.abs(value).max() > 1e-3, (case, key)
 
 
@@ -98,5 +103,5 @@ def test_statistics_and_auxiliary_loss_are_alive(results: Any) -> None:
     sink = results[REFERENCE]["everything-llama"][0]
     assert sink["aux"] > 0.01 and 0.05 < sink["stats"]["active"] < 0.95
     for case in ("eslm-global", "eslm-entropy-losses", "eslm-micro-skip"):
-        found = results[REFERENCE][case][0]
+        found = results[reference_of(case)][case][0]
         assert 0.5 < found["selected"]["selected_share"] < 0.85, case

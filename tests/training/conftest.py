@@ -18,18 +18,22 @@ HERE = "tests.training.workers"
 
 @dataclass
 class Base:
-    """Folders of the uninterrupted run and its data; its first 3 steps (and every 3) end right at an epoch's edge."""
+    """Folders of the uninterrupted run and its data; its first 3 steps (and every 3) end right at an epoch's edge.
+
+    Tests write into `root`, where that run is `whole`; the run and its data are in `home`, which several roots share.
+    """
 
     root: Path
     output: str
+    home: Path | None = None
 
     @property
     def data(self) -> str:
-        return str(self.root)
+        return str(self.home or self.root)
 
     @property
     def run(self) -> Path:
-        return self.root / "whole"
+        return (self.home or self.root) / "whole"
 
     def copy(self, name: str, source: str = "whole", upto: int = 3) -> dict[str, Any]:
         """A job that continues a copy of a run whose checkpoints beyond `upto` are gone."""
@@ -57,9 +61,17 @@ def run(target: str, world: int, timeout: float = 600, **args: Any) -> tuple[lis
 
 
 @pytest.fixture(scope="session")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Base:
     root = tmp_path_factory.mktemp("training")
     datasets.write(root / "train", tokens=12 * 16 + 1, seed=1)  # 12 sequences an epoch, 4 a step
     datasets.write(root / "valid", tokens=200, seed=2)
     _, output = run("run_train", 1, run=str(root / "whole"), data=str(root))
     return Base(root, output)
+
+
+@pytest.fixture(scope="module")
+def base(whole: Base, tmp_path_factory: pytest.TempPathFactory) -> Base:
+    """The uninterrupted run, with a folder of each file's own: files may give their runs the same names."""
+    root = tmp_path_factory.mktemp("runs")
+    (root / "whole").symlink_to(whole.run)
+    return Base(root, whole.output, whole.root)

@@ -144,7 +144,7 @@ def test_what_was_moved_and_linked_back_works_or_is_refused(base: Base):
     moved(work, "first-disk")
     jobs["work"]["checkpoint__keep_last"] = 1
     (root / "linked-data").mkdir()
-    for path in [*root.glob("train.*"), *root.glob("valid.*")]:
+    for path in [*base.run.parent.glob("train.*"), *base.run.parent.glob("valid.*")]:
         (root / "linked-data" / path.name).symlink_to(path)
     (root / "data-link").symlink_to(root / "linked-data")
     jobs["data"]["data"] = str(root / "data-link")

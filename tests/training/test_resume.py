@@ -267,7 +267,7 @@ def test_another_path_is_told_and_another_dataset_under_it_is_refused(base: Base
     job = base.copy("replaced")
     data = base.root / "replaced-data"
     data.mkdir()
-    for path in [*base.root.glob("train.*"), *base.root.glob("valid.*")]:
+    for path in [*base.run.parent.glob("train.*"), *base.run.parent.glob("valid.*")]:
         shutil.copy(path, data)
     job |= {"data": str(data), "checkpoint__every": 0}
     _, output = run("run_train", 1, **job | {"train__steps": 4})

@@ -41,7 +41,7 @@ def data(base: Base) -> str:
     """The data of the uninterrupted run, in a folder of their own."""
     target = base.root / "same-data"
     target.mkdir()
-    for path in [*base.root.glob("train.*"), *base.root.glob("valid.*")]:
+    for path in [*base.run.parent.glob("train.*"), *base.run.parent.glob("valid.*")]:
         shutil.copy(path, target)
     return str(target)
 
