@@ -135,6 +135,10 @@ def _kinds() -> Iterator[Kind]:
     near = {"freqkv": {"capacity": 128}}  # a quarter of a text of 6 x 256; beside it as many keys without compression
     yield Kind("freqkv", "vanilla", "vanilla", model=near)
     yield Kind("window", "vanilla", "vanilla", model={"attention_window": 128})
+    # experts, of which a row takes as much as an MLP of 6 x 256 has: one router for all passes, or one for each
+    for name, routers in (("loop-moe", "shared"), ("loop-moe-routers", STEPS + 1)):
+        mixture = {"ffn_size": 352, "moe": {"experts": 8, "top_k": 2, "routers": routers}}
+        yield Kind(name, "loop", "loop", {"extra_passes": STEPS}, model=mixture)
     # losses on a part of the tokens
     for name, given in {
         "eslm": {"by": "loss", "alpha": 0.1}, "eslm-entropy": {"by": "entropy", "alpha": 0.1},

@@ -50,6 +50,7 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qk-norm-layernorm": ("pythia", {"qk_norm": "head"}),
     "moe": ("llama", {"num_kv_heads": 2, "moe": {"experts": 4, "top_k": 2, "shared_ffn": 128, "aux_weight": 0.1}}),
     "moe-sigmoid": ("qwen3", {"moe": {"experts": 8, "top_k": 3, "score": "sigmoid", "scale": 2.0, "bias_rate": 0.01}}),
+    "moe-routers": ("llama", {"moe": {"experts": 8, "top_k": 3, "score": "sigmoid", "bias_rate": 0.01, "routers": 2}}),
     "freqkv": ("qwen3", {"num_kv_heads": 2, "freqkv": {"capacity": 40}}),
     "depth": ("qwen3", {"num_kv_heads": 2, "depth_attention": {"sources": "all"}}),
     "depth-prob": ("pythia", {"depth_attention": {"sources": "last:3", "query": "mean_prob", "own": "residual"}}),
@@ -81,6 +82,11 @@ def test_one_sequence_at_a_time(family: str, heads: int, documents: bool) -> Non
 def test_features_in_both_implementations(name: str) -> None:
     family, features = FEATURES[name]
     test_te_is_as_near_to_fp32_as_pytorch_is(family, "loop", {"extra_passes": 1}, features)
+
+
+def test_routers_of_slots_in_both_implementations() -> None:
+    features = {"moe": {"experts": 4, "top_k": 2, "routers": 2}}
+    test_te_is_as_near_to_fp32_as_pytorch_is("llama", "ponderlm2", {}, features)
 
 
 @pytest.mark.parametrize(("method", "options"), WINDOWED)
