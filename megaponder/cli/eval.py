@@ -21,7 +21,7 @@ EPILOG = """\
 examples
   megaponder eval runs/first                                      the data.valid of the run (a split needs --data)
   megaponder eval hf/first --data wiki=data/wiki books=data/books an export, two datasets, and both together
-  megaponder eval runs/ada --data data/wiki --thresholds 0.1 0.5  the same weights, halting earlier
+  megaponder eval runs/ada --data data/wiki --thresholds 0.1 0.5  the same weights at other thresholds
   megaponder eval runs/first --data data/wiki --passes 1 2 3 4 --json table.json
   megaponder eval runs/ada --data data/wiki --depth               who gets the passes and what they bring; for compare
   megaponder eval hf/first --tasks lambada_openai piqa            tasks of lm-eval (extra megaponder[eval])
@@ -44,7 +44,8 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--data", nargs="+", default=[], metavar="NAME=PREFIX", help="held-out datasets")
     parser.add_argument(
         "--thresholds", nargs="+", type=float, default=[], metavar="X",
-        help="also with these halting thresholds (ponderlm: exit once the best next token is that likely)",
+        help="also with these halting thresholds (ponderlm: exit once the best next token is that likely; with a "
+        "budget: the least score of a token that goes on, of any sign, as --depth shows)",
     )  # fmt: skip
     parser.add_argument(
         "--passes", nargs="+", type=int, default=[], metavar="N", help="also with at most so many passes a token"
@@ -98,10 +99,10 @@ def run(args: argparse.Namespace) -> int:
     if args.length is not None and longest is not None and args.length > longest:
         raise ConfigError("--length", args.length, f"the model's longest sequence is {longest}", f"use {longest}")
     named = heldout.datasets(cfg, args.data)
-    made = variants.asked(cfg, args.thresholds, args.passes)
+    made = variants.asked(cfg, state, args.thresholds, args.passes)
     found = [
-        (label, heldout.score_all(changed, state, named, args.batch, args.length, args.limit))
-        for label, changed in made
+        (label, heldout.score_all(changed, weights, named, args.batch, args.length, args.limit))
+        for label, changed, weights in made
     ]
     for line in table(found):
         print(line)

@@ -17,10 +17,10 @@ from megaponder.export import reference
 from megaponder.export.to_hf import Refitted
 from megaponder.inference.fit import nearest
 from megaponder.inference.heldout import datasets, score
+from megaponder.inference.variants import STATE
 from megaponder.ponder.budget import MEAN, THETA, VARIANCE
 from megaponder.ponder.settings import method_of
 
-STATE = "method_modules.budget.state"
 CLOSE = 0.005
 """Passes from the budget at which the search ends."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from megaponder.config.schema import RunConfig
 from megaponder.decoding.ranges import RANGES, broken
 from megaponder.errors import ConfigError
 from megaponder.ponder.base import PARAMETER_PREFIX
+from megaponder.ponder.budget import THETA
 from megaponder.ponder.settings import method_of
 
 PASSES = {"ponderlm": ("steps", -1), "loop": ("extra_passes", -1), "adaptive_cot": ("steps", -1),
@@ -22,17 +24,34 @@ PASSES = {"ponderlm": ("steps", -1), "loop": ("extra_passes", -1), "adaptive_cot
 """Option that counts a method's passes, and what it lacks of their number."""
 GATES = ("adaponderlm",)
 """Methods with parameters for each pass: they cannot run more passes than they were trained with."""
+STATE = "method_modules.budget.state"
+"""Where a model with a budget keeps its threshold (`ponder.budget.Threshold`)."""
+Variant = tuple[str, RunConfig, dict[str, Tensor]]
+"""Label, configuration and weights."""
 
 
-def asked(cfg: RunConfig, thresholds: Sequence[float], passes: Sequence[int]) -> list[tuple[str, RunConfig]]:
-    """(label, configuration) of the model as it is, and with each of the thresholds and numbers of passes.
+def asked(
+    cfg: RunConfig, state: dict[str, Tensor], thresholds: Sequence[float], passes: Sequence[int]
+) -> list[Variant]:
+    """The model as it is, and with each of the thresholds and numbers of passes.
 
     Raises ConfigError for a method that has none, and for a value that it cannot take.
     """
-    made = [("as trained" if thresholds or passes else "", cfg)]
-    made += [(f"threshold {x:g}", with_threshold(cfg, x)) for x in thresholds]
-    made += [(f"{n} pass{'es' if n > 1 else ''}", with_passes(cfg, n)) for n in passes]
+    made = [("as trained" if thresholds or passes else "", cfg, state)]
+    made += [(f"threshold {x:g}", *_halting_at(cfg, state, x)) for x in thresholds]
+    made += [(f"{n} pass{'es' if n > 1 else ''}", with_passes(cfg, n), state) for n in passes]
     return made
+
+
+def _halting_at(cfg: RunConfig, state: dict[str, Tensor], threshold: float) -> tuple[RunConfig, dict[str, Tensor]]:
+    """With another threshold; that of a budget is among the weights, in the units of its scores and of any sign."""
+    if method_of(cfg).window is None:
+        return with_threshold(cfg, threshold), state
+    if not math.isfinite(threshold):
+        raise ConfigError("--thresholds", threshold, "it must be a number", "leave it out")
+    moved = state[STATE].clone()
+    moved[THETA] = threshold
+    return cfg, {**state, STATE: moved}
 
 
 def with_threshold(cfg: RunConfig, threshold: float) -> RunConfig:
@@ -98,7 +117,8 @@ def own_weights(cfg: RunConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
 def _refuse_budget(cfg: RunConfig, flag: str, value: float) -> None:
     if method_of(cfg).window is not None:
         target = cfg.ponder.options["target"]
-        raise ConfigError(flag, value, f"the model keeps the budget that it was trained for, {target}", "leave it out")
+        rule = f"the model keeps the budget that it was trained for, {target}"
+        raise ConfigError(flag, value, rule, "leave it out; megaponder eval --depth measures other depths")
 
 
 def _one_pass(cfg: RunConfig) -> RunConfig:

@@ -157,6 +157,20 @@ def test_fewer_passes_of_a_model_with_gates_are_all_tokens_stopping_there(tmp_pa
             assert found.loss == pytest.approx(heldout.score(engine, cfg, prefix).loss, rel=1e-6)
 
 
+def test_a_budgets_threshold_moves_the_depth(tmp_path: Path) -> None:
+    checkpoints.make("llama", "adaponderlm", tmp_path / "run", {"sequence_length": LENGTH}, method_options={
+        "steps": 3, "target": 0.6,
+    })  # fmt: skip
+    prefix, _ = written(tmp_path / "text", 3 * LENGTH)
+    cfg, state = heldout.read_model(tmp_path / "run")
+    made = variants.asked(cfg, state, [99.0, -99.0], [])  # no score is as large
+    depths = [heldout.score_all(*v, {"text": prefix})["text"].stats["mean_depth"] for _, *v in made]
+    assert depths[1:] == pytest.approx([2, 3]) and made[0][2] is state
+    for thresholds, passes, sentence in (([math.nan], [], "it must be a number"), ([], [2], "eval --depth measures")):
+        with pytest.raises(UserError, match=sentence):
+            variants.asked(cfg, state, thresholds, passes)
+
+
 @pytest.mark.parametrize(("method", "passes"), [("huginn", 5), ("parcae", 1), ("ouro", 2), ("nanbeige", 1)])
 def test_other_passes_of_looped_models_are_those_of_decoding(method: str, passes: int, tmp_path: Path) -> None:
     """A core of another number of recurrences, and fewer loops of a stack."""
@@ -234,8 +248,8 @@ def test_what_cannot_be_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[
         (([0.5], []), "has no threshold"), (([], [0]), "at least 1"), (([math.nan], []), "between 0 and 1")
     ):  # fmt: skip
         with pytest.raises(UserError, match=sentence):
-            variants.asked(cfg, *options)
+            variants.asked(cfg, {}, *options)
     cfg.ponder.method, cfg.ponder.options = "nanbeige", {"loops": 2, "middle": 2}
     cfg.model.num_layers = 4
     with pytest.raises(UserError, match="no number of passes that may differ"):  # a loop is several passes
-        variants.asked(cfg, [], [1])
+        variants.asked(cfg, {}, [], [1])
