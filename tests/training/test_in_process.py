@@ -48,7 +48,8 @@ def test_an_error_on_a_rank_costs_no_process(base: Base) -> None:
     assert said.count("Restart 1 of 1 within the processes.") == 1
     assert "Resuming from checkpoint" in said and "step_00000003" in said
     assert_overlays(base, "in-process-error")
-    assert [r["event"] for r in read(base.root / "in-process-error" / "faults.jsonl")] == ["restart"]
+    events = [r["event"] for r in read(base.root / "in-process-error" / "faults.jsonl")]
+    assert events.count("restart") == 1 and {*events} <= {"restart", "hang"}, "who waits for long may tell so"
 
 
 def test_a_mistake_ends_the_run_at_once(base: Base) -> None:
