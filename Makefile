@@ -28,7 +28,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.ma
 # PyTorch and megatron-core anew, for 20 seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-newest test-deepspeed suite oldest lint format docs env clean help
+.PHONY: demo test test-newest test-deepspeed suite beside oldest lint format docs env clean help
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "make %-11s %s\n", $$1, $$2}'
@@ -37,14 +37,17 @@ demo: env ## Train, resume, export and sample a small pondering model on the CPU
 	$(BIN)/megaponder demo --out $(DEMO)
 
 test: env ## Lint and all tests, in three processes (make test JOBS=8 takes more)
-	@$(MAKE) --no-print-directory --jobs=2 suite lint $(OLDEST)
-	@$(MAKE) --no-print-directory oldest
+	@$(MAKE) --no-print-directory --jobs=2 suite beside
 
 suite: env
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-oldest: $(OLDEST)
-	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest --quiet --numprocesses 2 $(BOTH)
+# What is quick, and shown once it has ended.
+beside: lint $(OLDEST)
+	@$(MAKE) --no-print-directory oldest >$(VENV)/oldest.log 2>&1; code=$$?; tail -n 40 $(VENV)/oldest.log; exit $$code
+
+oldest: $(OLDEST) ## The exports' tests with the oldest transformers
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest --quiet --numprocesses 1 $(BOTH)
 
 # Without constraints.txt: whatever the registry has today.
 test-newest: ## What touches megatron-core, with the newest packages (make test-newest PYTHON=python3.12)
@@ -89,7 +92,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt docker/install.sh
 
 # The oldest transformers that exports run with; all other packages are those of the environment.
 $(OLDEST): | $(STAMP)
-	$(BIN)/python -m pip install --quiet --no-deps --target $@.partial \
+	$(BIN)/python -m pip install --quiet --no-deps --no-compile --target $@.partial \
 	  transformers==4.51.3 'tokenizers>=0.21,<0.22' 'huggingface-hub>=0.30,<1'
 	mv $@.partial $@
 

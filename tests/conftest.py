@@ -19,6 +19,8 @@ LONG = (
     "export/test_to_hf.py",
     "test_configs.py",
     "demo",
+    "docs/test_site.py",
+    "upcycle",
     "export",
     "benchmarks",
     "cli",
@@ -34,6 +36,7 @@ LONG = (
 def pytest_configure(config: pytest.Config) -> None:
     """The processes of pytest-xdist are forked from one that has imported everything; files need not reach the disk."""
     os.fsync = lambda handle: None
+    gc.set_threshold(*forks.COLLECTED)
     if getattr(config.option, "tx", None) and not hasattr(config, "workerinput"):
         python = f"popen//python={forks.python()}"
         config.option.tx = [spec.replace("popen", python, 1) for spec in config.option.tx]

@@ -24,6 +24,8 @@ from typing import Any
 HERE = Path(__file__).resolve()
 ADDRESS = f"MEGAPONDER_FORKS_{zlib.crc32(os.fsencode(f'{HERE} {sys.prefix}')):08X}"
 """The environment variable with the path of the socket of this tree's and interpreter's server."""
+COLLECTED = 100_000, 50, 100
+"""Thresholds of garbage collection: with Python's own, which suit small programs, it is a twentieth of the time."""
 _kept: list[Any] = []  # the server and its folder, for as long as this process lives
 
 

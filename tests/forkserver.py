@@ -31,6 +31,7 @@ def main() -> None:
 
     os.fsync = lambda handle: None  # no machine goes down here, and a save would wait for the disk a hundred times
     gc.collect()
+    gc.set_threshold(*forks.COLLECTED)
     gc.freeze()  # processes share these pages, and their collections need not look at them
     ended, wake = socket.socketpair()
     wake.setblocking(False)

@@ -21,12 +21,12 @@ STEPS = 2
 
 
 def scaled(path: Path, run: Path, dataset: str) -> RunConfig:
-    """The file's run for two steps on a dataset of ids below VOCAB - 1, with width 32 and two layers or as few as the
+    """The file's run for two steps on a dataset of ids below VOCAB - 1, with width 32 and as few layers as the
     method needs."""
     cfg = copy.deepcopy(resolve(load_config(path, [])))
     small: dict[str, dict[str, Any]] = {
         # heads of 8 channels: a quarter of them is still an even number
-        "model": {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 4, "head_size": 8,
+        "model": {"num_layers": 1, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 4, "head_size": 8,
                   "vocab_size": VOCAB, "ffn_size": 64, "vocab_multiple": 32, "max_positions": LENGTH, "preset": None},
         "data": {"sequence_length": LENGTH, "train": [dataset], "valid": [], "split": "8,2,0", "eod_id": EOD,
                  "tokenizer": None, "cache": None},

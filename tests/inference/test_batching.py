@@ -28,7 +28,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ouro": {"loops": 3, "threshold": 0.7, "skips_loops": True},
     **{name: models.METHODS[name] for name in (*models.LATENT, "nanbeige")},
 }
-NEW = 12
+NEW = 8
 CASES = [
     (method, family)
     for i, method in enumerate(METHODS)
@@ -46,7 +46,7 @@ def prompts() -> list[list[int]]:
 def alone(net: Any, prompt: list[int], **more: Any) -> tuple[list[int], list[int]]:
     """Greedy text of one prompt and the depths of its tokens, by the exported model's `generate`."""
     given = dict(max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=None, return_dict_in_generate=True)
-    out = net.generate(torch.tensor([prompt]), **given, **more)
+    out = net.generate(torch.tensor([prompt]), **given | more)
     depths = out.past_key_values.depths()[0].tolist()
     return out.sequences[0, len(prompt) :].tolist(), depths
 
@@ -75,8 +75,8 @@ def test_text_and_depths_are_those_of_one_text_alone(method: str, family: str) -
 def test_rows_give_way_and_resume_with_halting() -> None:
     net = models.model("llama", "adaponderlm").double()
     batch = DepthBatch(net, rows=4, tokens=40, pages=11)
-    want = [alone(net, prompt) for prompt in prompts()]
-    assert [(x.tokens, x.depths) for x in batch.run(prompts(), NEW)] == want
+    want = [alone(net, prompt, max_new_tokens=12) for prompt in prompts()]
+    assert [(x.tokens, x.depths) for x in batch.run(prompts(), 12)] == want
     of_prompts = sum(sum(depths[: len(p) - 1]) for p, (_, depths) in zip(prompts(), want, strict=True))
     assert batch.counts.preempted > 0 and batch.counts.prompt_rows > of_prompts
     assert batch.counts.most_pages <= 11 and batch.counts.most_slots <= 11 * PAGE

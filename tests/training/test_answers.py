@@ -46,19 +46,19 @@ def losses(root: Path, name: str) -> dict[int, list[float]]:
 
 
 def test_layouts_and_kill_9(tmp_path: Path) -> None:
-    write_conversations(tmp_path / "talks", 30, 20, seed=3)
+    write_conversations(tmp_path / "talks", 18, 20, seed=3)
     datasets.write(tmp_path / "valid", tokens=200, seed=2)
     _, output = run("run_train", 1, **job(tmp_path, "one"))
-    assert "talks: 30 conversations fill" in output and "longer than a sequence and are cut" in output
+    assert "talks: 18 conversations fill" in output and "longer than a sequence and are cut" in output
     expected = losses(tmp_path, "one")
-    assert max(expected) >= 12 and len(expected[12]) == 4
+    assert max(expected) >= 7 and len(expected[4]) == 4
     killed = job(tmp_path, "killed")
-    workers = Workers(f"{HERE}:run_and_signal", 1, {"at_step": 8, "number": signal.SIGKILL, "rank": None} | killed)
+    workers = Workers(f"{HERE}:run_and_signal", 1, {"at_step": 5, "number": signal.SIGKILL, "rank": None} | killed)
     try:
         assert workers.join() == [-signal.SIGKILL]
     finally:
         workers.kill()
-    assert max(folder.published(tmp_path / "killed" / "checkpoints")) == 6
+    assert max(folder.published(tmp_path / "killed" / "checkpoints")) == 3
     jobs = [job(tmp_path, name) | changes for name, changes in LAYOUTS.items()]
     run("run_many", 2, jobs=[*jobs, killed])
     for name in (*LAYOUTS, "killed"):

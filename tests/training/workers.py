@@ -18,7 +18,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "data": {"sequence_length": 16, "eod_id": 0},
     "optimizer": {"lr": 1e-2, "tuned_passes": 1, "ema_decay": 0.75},
     "schedule": {"warmup_fraction": 0.2},
-    "train": {"steps": 8, "global_batch": 4, "micro_batch": 2, "eval_every": 4, "eval_batches": 2},
+    "train": {"steps": 8, "global_batch": 4, "micro_batch": 2, "eval_every": 4, "eval_batches": 1},
     "checkpoint": {"every": 3, "keep_last": 10},
     "logging": {"every": 1, "tensorboard": False},
 }  # fmt: skip
