@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaponder.config.schema import PonderConfig, RunConfig
+from megaponder.decoding import moe_options
 from megaponder.errors import UserError
 from megaponder.export import compose, configs, looped
 from megaponder.export.names import Tensors
@@ -28,6 +29,7 @@ TARGETS = ("unrolled", VLLM, *looped.KINDS)
 SECOND = "second_head.weight"
 """The copy of the head in a folder for vLLM."""
 _TABLE, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+ROUTER = ("mlp.gate.", "mlp.expert_bias")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
@@ -126,12 +128,16 @@ def _plain(cfg: RunConfig) -> RunConfig:
     new.model.num_layers *= passes(cfg)
     new.model.tie_embeddings, new.model.embedding_scale = tied, "none"
     new.ponder = PonderConfig("vanilla", {})
+    new.model.moe = {name: value for name, value in (new.model.moe or {}).items() if name != "routers"}
     return new
 
 
 def unroll(cfg: RunConfig, plain: Tensors) -> tuple[RunConfig, Tensors]:
-    """A vanilla model of passes x layers from one whose scale is folded; every copy has memory of its own."""
-    layers, out = cfg.model.num_layers, {}
+    """A vanilla model of passes x layers from one whose scale is folded; every copy has memory of its own.
+
+    Where passes have routers of their own, a layer's copy has that of its pass.
+    """
+    layers, out, experts = cfg.model.num_layers, {}, moe_options.read(cfg.model.moe)
     assert layers is not None
     for name, tensor in plain.items():
         match = _LAYER.fullmatch(name)
@@ -139,7 +145,10 @@ def unroll(cfg: RunConfig, plain: Tensors) -> tuple[RunConfig, Tensors]:
             out[name] = tensor
             continue
         for index in range(passes(cfg)):
-            out[f"model.layers.{index * layers + int(match[1])}.{match[2]}"] = tensor.clone()
+            own = tensor
+            if experts is not None and match[2].startswith(ROUTER):
+                own = tensor.unflatten(0, (-1, experts.experts))[experts.routers_of([index])[0]]
+            out[f"model.layers.{index * layers + int(match[1])}.{match[2]}"] = own.clone()
     return _plain(cfg), out
 
 

@@ -81,7 +81,7 @@ def merge(mixture: str | Path, out: str | Path, take: str = SHARED) -> Merged:
         model=model,
         parallel=ParallelConfig(timeout_minutes=cfg.parallel.timeout_minutes),
         precision=PrecisionConfig(),
-        train=replace(cfg.train, only=[]),
+        train=replace(cfg.train, only=[], disciplines={}),
     )
     check_shape(cfg)
     checkpoint = save(out, cfg, found, None)

@@ -23,6 +23,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("pythia", {"parallel_residual": False}),
     ("llama", {"tie_word_embeddings": True}),
     ("gpt2", {"embedding_scale": 1.0}),
+    # of three passes, each layer's copy in the last two has the second router
+    ("llama", {"qk_norm": "head", "intermediate_size": 12, "moe": {"experts": 4, "top_k": 2, "routers": 2}}),
 ]
 
 

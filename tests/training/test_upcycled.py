@@ -12,6 +12,7 @@ import torch
 from megaponder.checkpoint import folder, reader
 from megaponder.checkpoint.weights import load_weights
 from megaponder.config.trained import groups_of
+from megaponder.upcycle.merge import merge
 from megaponder.upcycle.record import of_checkpoint
 from megaponder.upcycle.split import split
 from tests.tolerance import ATOL, RTOL
@@ -66,8 +67,10 @@ def test_routers_alone_change_and_layouts_change_nothing(base: Base, mixture: Pa
         if world == 1:  # then everything
             last = {"run": f"{base.root}/whole-mixture", "checkpoint__load": f"{base.root}/r-one", "train__only": []}
             jobs.insert(1, job | last)
+            jobs.append(job | {"run": f"{base.root}/r-per-pass", "model__moe": cfg.model.moe | {"routers": "per_pass"}})
         _, output = run("run_many", world, jobs=jobs)
-        assert output.count("Only routers are trained (train.only).") == sum(w == world for w, _ in LAYOUTS.values())
+        asked = sum(w == world for w, _ in LAYOUTS.values()) + (world == 1)
+        assert output.count("Only routers are trained (train.only).") == asked
     start = tensors(folder.final(mixture / "checkpoints", 0))
     rows = {n: base.rows(f"r-{n}") for n in LAYOUTS}
     for name in LAYOUTS:
@@ -81,6 +84,12 @@ def test_routers_alone_change_and_layouts_change_nothing(base: Base, mixture: Pa
             for key in ("loss", "grad_norm", "validation_loss", "moe_balance", "moe_discipline"):
                 got, want = ([rows[n][step][key] for step in (1, 2)] for n in (name, "one"))
                 np.testing.assert_allclose(got, want, RTOL, ATOL, err_msg=f"{name}: {key}")
+    per_pass = base.rows("r-per-pass")  # routers of passes start as the split's, and alone change, too
+    assert per_pass[1]["loss"] == rows["one"][1]["loss"] and per_pass[2]["loss"] != rows["one"][2]["loss"]
+    merge(base.root / "r-per-pass", base.root / "merged")
+    merged, dense = load_weights(base.root / "merged")[1], load_weights(base.run)[1]
+    assert merged.keys() == dense.keys() and all(torch.equal(merged[n], t.float()) for n, t in dense.items())
+
     record = of_checkpoint(folder.final(mixture / "checkpoints", 0))
     later = of_checkpoint(folder.final(base.root / "whole-mixture" / "checkpoints", 2))
     assert record is not None and later == record
