@@ -104,7 +104,7 @@ def logits(path: Path, state: State | None = None, choose: Callable[[int], Tenso
     with reference.engine(cfg, own if state is None else state) as engine:
         for layer in engine.stage.decoder.layers if choose else ():
 
-            def forced(x: Tensor, router: torch.nn.Module = layer.mlp.router) -> Tensor:
+            def forced(x: Tensor, _: object, router: torch.nn.Module = layer.mlp.router) -> Tensor:
                 assert choose is not None
                 z = torch.full((x[..., 0].numel(), router.options.experts), -1e4)
                 return z.scatter(1, choose(len(z)), 0.0).view(*x.shape[:2], -1)
