@@ -55,7 +55,7 @@ def text(rows: Sequence[Row]) -> str:
     """All questions as Markdown."""
     parts = [f"## {title}\n\n{_losses(rows, kinds)}" for title, kinds in QUESTIONS.items()]
     parts.insert(4, f"## (e) Who gets the passes\n\n{_who(rows)}")
-    parts.append(f"## (h) Tokens to a target loss, with a part of the tokens trained on\n\n{_to_targets(rows)}")
+    parts.insert(-1, f"## (h) Tokens to a target loss, with a part of the tokens trained on\n\n{_to_targets(rows)}")
     return "\n\n".join([*parts, f"## Budgets\n\n{_budgets(rows)}"]) + "\n"
 
 
@@ -120,6 +120,13 @@ def at_random(row: Row) -> float | None:
     return float(row["loss"] + chance[0] - own[0]) if own and chance else None
 
 
+def _known(values: Sequence[float | None]) -> str:
+    """The spread of those that are known, and how many they are where some are not."""
+    known = [v for v in values if v is not None]
+    told = f" ({len(known)} of {len(values)})" if len(known) < len(values) else ""
+    return _spread(known, ".4f") + told if known else ""
+
+
 def _losses(rows: Sequence[Row], kinds: Sequence[str]) -> str:
     lines = []
     for kind in kinds:
@@ -134,7 +141,7 @@ def _losses(rows: Sequence[Row], kinds: Sequence[str]) -> str:
                     f"{first['lr']:g}",
                     f"{len(found)}",
                     _spread([r["loss"] for r in found]),
-                    _mean((at_random(r) for r in found), ".4f"),
+                    _known([at_random(r) for r in found]),
                     f"{bits:.4f}",
                     depth,
                     *costs,
