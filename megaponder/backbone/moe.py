@@ -173,6 +173,8 @@ def _logits(x: Tensor, weight: Tensor) -> Tensor:
     """FP32 logits of rows [..., H] by one router [E, H]; megatron-core 0.16 has them with Transformer Engine only."""
     if moe_utils.HAVE_TE:
         logits: Tensor = moe_utils.router_gating_linear(x, weight, None, torch.float32)
+        if logits.requires_grad:  # its backward views what it gets, and slots' gradients lie between each other's
+            logits.register_hook(Tensor.contiguous)
         return logits
     return F.linear(x.float(), weight.float())
 

@@ -15,6 +15,8 @@ from tests.layouts.workers import batches
 
 cuda_on_cpu.install()
 
+from megatron.core.transformer.moe import moe_utils  # noqa: E402
+
 from megaponder.backbone.init import global_names  # noqa: E402
 from megaponder.engine import groups  # noqa: E402
 from megaponder.engine.build import build_engine  # noqa: E402
@@ -106,3 +108,20 @@ def test_other_numbers_of_passes_take_the_first_routers_and_the_last() -> None:
         oracle = Oracle(weights, cfg.model, embedding_scale(cfg.model, method_of(cfg)))
         want = oracle.logits(ids[0], "loop", {"extra_passes": passes - 1}).detach()
         assert float((engine.logits(ids)[0] - want).abs().max() / want.abs().max()) < RTOL
+
+
+def test_routers_of_slots_have_gradients_by_megatron_cores_product_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which takes logits from Transformer Engine where that is there, and on a CPU PyTorch's."""
+    cfg = run_config(replace(CASE, model=CASE.model | {"moe": CASE.model["moe"] | {"routers": 3}}), ONE)
+    router = build_engine(cfg, method_of(cfg), groups.init(cfg)).stage.decoder.layers[0].mlp.router
+    draw = torch.Generator().manual_seed(2)
+    rows, toward = (torch.randn(12, 2, width, generator=draw) for width in (32, 4))
+    found = []
+    for there in (False, True):
+        monkeypatch.setattr(moe_utils, "HAVE_TE", there)
+        monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
+        x = rows.clone().requires_grad_()
+        logits = router.gating(x, (0, 1, 2))
+        found.append([logits, *torch.autograd.grad((logits * toward).sum(), (x, router.weight))])
+    for plain, by_function in zip(*found, strict=True):
+        torch.testing.assert_close(by_function, plain)
