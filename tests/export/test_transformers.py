@@ -32,8 +32,8 @@ GREEDY: dict[str, Any] = dict(do_sample=False, eos_token_id=None, pad_token_id=0
 HAS_BATCHES = hasattr(GenerationMixin, "generate_batch")
 FORMS = ("vanilla", "loop", "pause", "huginn", "ponderlm_top", "ponderlm3", "adaponderlm", "adaptive_cot")
 """Methods that decode each in its own way."""
-MANY = EVERY if HAS_BATCHES or WHOLE else FORMS
-"""With the oldest release, one method of each way."""
+MANY = EVERY if WHOLE else FORMS
+"""One method of each way; `test_decoding` has all."""
 
 
 @pytest.mark.parametrize("family,method", [("pythia", "adaponderlm"), ("gpt2", "loop")])

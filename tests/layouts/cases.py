@@ -360,7 +360,7 @@ LAYOUTS = {
     "one-recompute-some": Layout(recompute="layer", parts=1, offload=True, every=False, sample=(*FEW, "freqkv-gqa")),
     "tp2": Layout(tensor=2, every=False, sample=FEW),
     "tp2-sp": Layout(tensor=2, sequence=True, batch=4, evaluate=True),
-    "tp2-sp-recompute": Layout(tensor=2, sequence=True, recompute="layer", offload=True, every=False),
+    "tp2-sp-recompute": Layout(tensor=2, sequence=True, recompute="layer", offload=True, every=False, sample=FEW),
     "pp2": Layout(pipeline=2, deep=True, without=THREE_STAGES + SHARDED, sample=()),
     "pp2-batch1": Layout(pipeline=2, batch=1, every=False, sample=FEW),
     "pp2-recompute": Layout(pipeline=2, recompute="layer", offload=True, every=False, sample=FEW),
