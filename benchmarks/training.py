@@ -264,6 +264,8 @@ def measure(row: Row, args: argparse.Namespace) -> dict[str, Any]:
         "mfu": rate * facts["needed"] / PEAK, "hfu": rate * facts["executed"] / PEAK,
         "graphs": engine._runner.captures.count if engine is not None and engine._runner.captures else 0,
         "peak_gib": (_in_use() - left) / 2**30, "allocated_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "active_gib": torch.cuda.memory_stats()["active_bytes.all.peak"] / 2**30,  # also what another stream still uses
+        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
         "planned_gib": facts["planned_gib"], "set_up_s": ready, "loss": losses[-1], "first_loss": losses[0],
     }  # fmt: skip
 

@@ -219,6 +219,8 @@ def print_plan(cfg: RunConfig, plan: Plan, console: Console) -> None:
     if plan.zero:
         console.print()
         _show(console, zero_table(plan))
+    if lay.context > 1:
+        console.print("not counted: what context ranks were seen to hold beside what is allocated (docs/speed.md)")
     console.print(_verdict(plan), end="\n\n")
     table = _table(f"Time at {plan.mfu:.0%} MFU of {plan.peak_tflops:g} TFLOP/s (BF16 peak)", "", "")
     table.show_header = False

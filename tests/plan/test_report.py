@@ -103,8 +103,9 @@ def test_tables_say_what_matters() -> None:
 def test_ranks_that_share_sequences_are_told() -> None:
     cfg = config(pipeline=1)
     cfg.parallel.context = 4
+    assert "not counted" not in text_of(config(pipeline=1), 64)
     text = text_of(cfg, 64)
-    assert "64 = tensor 2 x pipeline 1 x context 4 x data 8" in text
+    assert "64 = tensor 2 x pipeline 1 x context 4 x data 8" in text and "not counted: what context ranks" in text
     assert "512 tokens of each sequence; attention reads the others' keys" in text
 
 
