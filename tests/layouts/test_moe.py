@@ -125,3 +125,31 @@ def test_routers_of_slots_have_gradients_by_megatron_cores_product_too(monkeypat
         found.append([logits, *torch.autograd.grad((logits * toward).sum(), (x, router.weight))])
     for plain, by_function in zip(*found, strict=True):
         torch.testing.assert_close(by_function, plain)
+
+
+def test_biases_move_towards_even_loads_of_their_routers() -> None:
+    """And then take part in the choice alone: the formula in float64, before a step and after it."""
+    moe = {"experts": 4, "top_k": 2, "score": "sigmoid", "bias_rate": 0.3, "routers": 2}
+    cfg = run_config(replace(CASE, model={"num_kv_heads": 2, "moe": moe}, disciplines=0.0), ONE)
+    engine = build_engine(cfg, method_of(cfg), groups.init(cfg))
+    disturb(engine.stage.named_parameters())
+    data, state = batches(ONE, 0), engine.stage.state_dict
+    engine.settle(engine.forward_backward(data, 0, train=True), 0)
+
+    def oracle() -> Oracle:
+        weights = {n: t for n, t in state().items() if torch.is_tensor(t)}
+        return Oracle(weights, cfg.model, embedding_scale(cfg.model, method_of(cfg)))
+
+    before = oracle()
+    biases = {n: before.w.pop(n) for n in list(before.w) if n.endswith("expert_bias")}
+    for batch in data:
+        for ids, mask in zip(batch.ids_bn, batch.loss_mask_bn, strict=True):
+            plain = before.logits(ids[: int(mask.sum())], "loop", CASE.options)  # those that count come first
+    for name, moved in biases.items():
+        loads = before.loads[name.removesuffix(".router.expert_bias")]
+        want = torch.cat([0.3 * (load.mean() - load).sign() for load in loads])
+        assert torch.allclose(moved.float(), want.float()) and want.any() and len(want) == 8
+    now = oracle().logits(ids, "loop", CASE.options)
+    assert float((now[: len(plain)] - plain).abs().max()) > 0.01  # other experts are chosen
+    got = engine.logits(ids[None])[0]
+    assert float((got - now).abs().max() / now.abs().max()) < RTOL

@@ -98,6 +98,8 @@ class Oracle:
         self.depth = DepthAttention(m)
         self.routed: dict[str, list[Tensor]] = {}
         self.router_logits: dict[str, list[Tensor]] = {}
+        self.loads: dict[str, list[Tensor]] = {}
+        """Of a mixture's experts by router, over all runs."""
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         weight = self.w[f"{name}.weight"]  # the engine's frozen ones are 1 and 0
@@ -201,9 +203,12 @@ class Oracle:
         z = torch.stack([routers[min(step, len(routers) - 1)] @ row for step, row in zip(steps, x, strict=True)])
         scores = z.softmax(-1) if o["score"] == "softmax" else z.sigmoid()
         self.router_logits.setdefault(name, []).append(z)
-        out = []
-        for row, score in zip(x, scores, strict=True):
-            best = score.topk(o["top_k"]).indices
+        biases = self.w.get(f"{name}.router.expert_bias", torch.zeros(len(routers) * o["experts"])).split(o["experts"])
+        out, loads = [], self.loads.setdefault(name, [torch.zeros(o["experts"]) for _ in routers])
+        for step, row, score in zip(steps, x, scores, strict=True):
+            own = min(step, len(routers) - 1)
+            best = (score + biases[own]).topk(o["top_k"]).indices
+            loads[own][best] += 1
             p = score[best] / (score[best].sum() if o["renormalise"] else 1.0) * o["scale"]
             parts = [self.dense(row, f"{name}.experts.local_experts.{e}") for e in best]
             out.append(sum(weight * part for weight, part in zip(p, parts, strict=True)))
