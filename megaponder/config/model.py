@@ -112,14 +112,15 @@ class ModelConfig:
     attention_window: int | None = feature(ge=0, unit="tokens", aliases=("sliding_window", "window_size"))
     """Sliding window: a token attends to itself and to the tokens before it, so many in all; 0: to all before it."""
     depth_attention: dict[str, Any] | None = feature(load="asked")
-    """Depth-Attention mixes values with those of earlier layers: {}, or any of {sources: all, last:N, stride:N or a
-    list of layers; values: mixed or raw; query: mean_query or mean_prob; own: softmax or residual; scale: 0.0;
+    """Depth-Attention mixes values with those of earlier layers: {}: off; or any of {sources: all, last:N, stride:N or
+    a list of layers; values: mixed or raw; query: mean_query or mean_prob; own: softmax or residual; scale: 0.0;
     passes: across or within; blocks: 1}."""
     freqkv: dict[str, Any] | None = feature(load="asked")
-    """FreqKV compresses keys and values of long texts: {}, or {capacity: C, sink: 4, ratio: 0.5}.  A token attends to C
-    rows at most: when so many are full, all but the first `sink` are resampled to the share `ratio` of their number."""
+    """FreqKV compresses keys and values of long texts: {}: off; or {capacity: C, sink: 4, ratio: 0.5}.  A token attends
+    to C rows at most: when so many are full, all but the first `sink` are resampled to the share `ratio` of their
+    number."""
     moe: dict[str, Any] | None = feature()
-    """Mixture of experts: {}, or {experts: E, top_k: k} and any of {shared_ffn: 0; score: softmax or sigmoid;
+    """Mixture of experts: {}: off; or {experts: E, top_k: k} and any of {shared_ffn: 0; score: softmax or sigmoid;
     renormalise: true; scale: 1.0; aux_weight: 0.01; bias_rate: 0.0; routers: shared, per_pass or their number}.  Each
     MLP becomes E experts of width ffn_size, of which every row takes k, beside a shared one of width `shared_ffn`."""
     parallel_residual: bool | None = feature()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaponder.decoding.backbone import wide
+from megaponder.decoding.backbone import feature, wide
 from megaponder.decoding.packed import packed
 from megaponder.decoding.slots import Slots
 from megaponder.decoding.steps import State, Stepwise
@@ -43,6 +43,12 @@ def speculate(
 
     `given`: `passes` and `threshold`, as of the model's `forward`.  UserError for a method without passes to skip.
     """
+    for name, kind, reason in (
+        ("depth_attention", "Depth-Attention", "passes would run one by one, without the layers of earlier ones"),
+        ("freqkv", "FreqKV", "pages keep keys as they are"),
+    ):
+        if feature(model.config, name):
+            raise UserError(f"a model with {kind} cannot draft by early passes: {reason}; leave speculate out.")
     form = model.ponder.using(given).stepwise()
     if form is None or form.every or not form.separable:
         raise UserError(f"method {model.ponder.name} has no early passes that could draft; leave speculate out.")

@@ -13,6 +13,7 @@ from megaponder.decoding.model import CACHE_FIELD
 from megaponder.errors import UserError
 from megaponder.export.to_hf import export
 from megaponder.inference.batching import DepthBatch
+from megaponder.inference.speculate import speculate
 from tests.export import checkpoints
 from tests.export.models import HALTING, ids, model
 from tests.export.test_decoding import EXACT, close, kept_and_recomputed
@@ -107,6 +108,8 @@ def test_what_knows_nothing_of_it_is_refused(tmp_path: Path) -> None:
             export(tmp_path / "run", tmp_path / "hf", target=target)
     with pytest.raises(UserError, match="Depth-Attention cannot be batched by depth"):
         DepthBatch(net_of("across"))
+    with pytest.raises(UserError, match="Depth-Attention cannot draft by early passes: .* the layers of earlier ones"):
+        speculate(net_of("across"), [1], 3)
 
 
 def test_gradients_flow_through_recomputed_layers() -> None:

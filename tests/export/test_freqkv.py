@@ -18,6 +18,7 @@ from megaponder.export.formats import FORMATS
 from megaponder.export.to_hf import export
 from megaponder.inference.batching import DepthBatch
 from megaponder.inference.generate import longest_text
+from megaponder.inference.speculate import speculate
 from tests.export import checkpoints
 from tests.export.models import ids, model
 from tests.export.test_decoding import close, kept_and_recomputed
@@ -164,6 +165,8 @@ def test_what_would_compute_something_else_is_refused() -> None:
         net.init_continuous_batching()
     with pytest.raises(UserError, match="FreqKV cannot be batched by depth"):
         DepthBatch(net)
+    with pytest.raises(UserError, match="FreqKV cannot draft by early passes: pages keep keys as they are; leave spec"):
+        speculate(net, [1], 3)
     with pytest.raises(ValueError, match="halted tokens would leave a pass without keys"):
         model("llama", "adaponderlm", freqkv=SMALL)(tokens)
     with pytest.raises(ValueError, match="no memory for rows that stand beside"):
