@@ -182,6 +182,16 @@ def describe_type(kind: Any) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
+def mapping_of(name: str) -> str | None:
+    """The field that a dotted name is a part of, if it is a mapping (model.moe of model.moe.routers)."""
+    return next((w for w, f in all_fields().items() if name.startswith(f"{w}.") and _is_mapping(f.type)), None)
+
+
+def _is_mapping(kind: Any) -> bool:
+    """Whether a type is a mapping and never a list (data.valid is either, and has no parts)."""
+    return accepts(kind, dict) and not accepts(kind, list)
+
+
 def item_type(kind: Any) -> Any:
     """Type of a list's items, also if the list may be null."""
     of_list = kind if typing.get_origin(kind) is list else next(a for a in typing.get_args(kind) if accepts(a, list))

@@ -28,6 +28,7 @@ from megaponder.config.fields import (
     current_name,
     describe_type,
     item_type,
+    mapping_of,
     meant,
     nearest,
     renamed,
@@ -35,6 +36,7 @@ from megaponder.config.fields import (
 )
 from megaponder.config.model import FEATURES
 from megaponder.config.overrides import parse_overrides
+from megaponder.config.presets import PRESETS
 from megaponder.config.schema import RunConfig
 from megaponder.errors import ConfigError
 
@@ -46,7 +48,9 @@ def load_config(path: str | os.PathLike[str] | None, overrides: list[str] | None
     """The configuration from a file (or the defaults) with command-line overrides applied.
 
     `overrides` are words such as ["--train.steps", "10", "--ponder.options.steps=3"].  A budget on the command line
-    replaces the file's: `--train.steps 10` drops its train.tokens and train.epochs.  ConfigError for the first mistake.
+    replaces the file's: `--train.steps 10` drops its train.tokens and train.epochs.  A part of a mapping, such as
+    `--model.moe.routers per_pass`, joins what the command line, the file or the preset says of the others.  ConfigError
+    for the first mistake.
     """
     data = yaml_file.read(path) if path is not None else {}
     if data is None:
@@ -56,10 +60,12 @@ def load_config(path: str | os.PathLike[str] | None, overrides: list[str] | None
     data = _with_current_names(data)
     changes = parse_overrides(overrides or [])
     _refuse_hidden_preset(data, changes)
-    for name, value in changes.items():
+    for name, value in sorted(changes.items(), key=lambda change: mapping_of(change[0]) is not None):
         for other in _BUDGETS if name in _BUDGETS and value is not None else ():
             if other not in changes:
                 _put(data, other, None)
+        if whole := mapping_of(name):
+            _start_from_preset(data, whole)
         _put(data, name, value)
     cfg = from_mapping(data)
     alone = "data.document_attention"
@@ -86,6 +92,14 @@ def _refuse_hidden_preset(data: dict[str, Any], changes: dict[str, Any]) -> None
             "--model.preset", changes["model.preset"], "the file sets every size, which overrides a preset",
             "remove those fields from the file",
         )  # fmt: skip
+
+
+def _start_from_preset(data: dict[str, Any], whole: str) -> None:
+    """Give a mapping of the model that nobody has given yet the preset's value, which a part of it joins."""
+    holder, field = _place(data, whole)
+    preset = PRESETS.get(str(holder.get("preset")))
+    if preset and holder.get(field) is None and field in preset.more:
+        _put(data, whole, preset.more[field])
 
 
 def _put(data: dict[str, Any], name: str, value: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megaponder.config import yaml_file
-from megaponder.config.fields import FREE, Field, accepts, all_fields, current_name, item_type, meant, sections
+from megaponder.config.fields import Field, accepts, all_fields, current_name, item_type, mapping_of, meant, sections
 from megaponder.errors import ConfigError
 
 
@@ -69,10 +69,11 @@ def _item(field: Field | None, text: str, option: str) -> Any:
 
 
 def _field(name: str, value: str) -> Field | None:
-    """The field of an option; None for an option of the method; ConfigError if there is no such field."""
+    """The field of an option; None for a part of a mapping, such as an option of the method; ConfigError if there is no
+    such field."""
     if name in all_fields():
         return all_fields()[name]
-    if name.startswith(FREE + "."):
+    if mapping_of(name):
         return None
     section = name.partition(".")[0]
     fields = ", ".join(f"--{n}" for n in all_fields() if n.startswith(section + "."))

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from megaponder.config import yaml_file
 from megaponder.config.fields import all_fields, describe_type
 from megaponder.config.load import dump, from_mapping, load_config, to_mapping
+from megaponder.config.presets import PRESETS
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import RunConfig
 from megaponder.errors import ConfigError
@@ -89,6 +90,28 @@ def test_a_budget_on_the_command_line_replaces_the_other(tmp_path: Path) -> None
     assert load_config(path, ["--train.steps", "3"]).train.tokens is None
     both = load_config(path, ["--train.steps", "3", "--train.tokens", "7"]).train
     assert (both.steps, both.tokens) == (3, 7)
+
+
+def test_a_part_of_a_mapping_joins_the_others(tmp_path: Path) -> None:
+    """Those of the file, of the command line in whatever order, or of the preset, which stays as it is."""
+    path = write(tmp_path, "model: {moe: {experts: 8, top_k: 2}, freqkv: {capacity: 64}}\ntrain: {disciplines: {}}\n")
+    words = [
+        "--model.moe.routers",
+        "per_pass",
+        "--model.freqkv.ratio=0.25",
+        "--model.depth_attention.sources",
+        "[0, 1]",
+    ]
+    cfg = load_config(path, [*words, "--train.disciplines.data.math", "[a]"])
+    assert cfg.model.moe == {"experts": 8, "top_k": 2, "routers": "per_pass"}
+    assert cfg.model.freqkv == {"capacity": 64, "ratio": 0.25} and cfg.model.depth_attention == {"sources": [0, 1]}
+    assert cfg.train.disciplines == {"data": {"math": ["a"]}}
+    whole = load_config(path, ["--model.moe.top_k", "3", "--model.moe", "{experts: 4}"])
+    assert whole.model.moe == {"experts": 4, "top_k": 3}
+    before = dict(PRESETS["olmoe-1b-7b"].more["moe"])
+    for words in (["--model.preset", "olmoe-1b-7b"], ["--model.preset=olmoe-1b-7b", "--model.moe", "null"]):
+        made = load_config(write(tmp_path, ""), ["--model.moe.routers", "per_pass", *words])
+        assert made.model.moe == before | {"routers": "per_pass"} and PRESETS["olmoe-1b-7b"].more["moe"] == before
 
 
 def test_null_on_the_command_line(tmp_path: Path) -> None:
@@ -173,7 +196,7 @@ def test_bad_yaml_is_placed(tmp_path: Path, text: str, words: str) -> None:
     ("words", "expected"),
     [
         (["--model.numlayers", "3"], "did you mean --model.num_layers"),
-        (["--model.moe.experts", "4"], "model.moe is given as a whole; write --model.moe '{experts: 4}', with all"),
+        (["--data.valid.code", "a"], "data.valid is given as a whole; write --data.valid '{code: a}', with all"),
         (["--model.num_layers"], "it needs a value"),
         (["--model", "3"], "this is a section, not a field"),
         (["--precision.params", "fp32"], "the fields of precision are: --precision.dtype, --precision.fp8,"),

@@ -108,7 +108,7 @@ def test_what_knows_nothing_of_it_is_refused(tmp_path: Path) -> None:
             export(tmp_path / "run", tmp_path / "hf", target=target)
     with pytest.raises(UserError, match="Depth-Attention cannot be batched by depth"):
         DepthBatch(net_of("across"))
-    with pytest.raises(UserError, match="Depth-Attention cannot draft by early passes: .* the layers of earlier ones"):
+    with pytest.raises(UserError, match=r"Depth-Attention cannot draft by early passes: .* the layers of earlier ones"):
         speculate(net_of("across"), [1], 3)
 
 
