@@ -187,7 +187,7 @@ def _refuse_non_values(value: Any, name: str = "") -> None:
         raise ConfigError(name, value, "it is not valid Unicode (UTF-8)", "remove the incomplete character")
     elif isinstance(value, float) and not math.isfinite(value):
         field = all_fields().get(name)
-        fix = f"the default is {show(field.default)}" if field else "use a finite number"
+        fix = f"the default is {show(field.default)}" if field else "use a number such as 0.5, or leave it out"
         raise ConfigError(name, value, "it must be a finite number", fix)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from megaponder.checkpoint import origin
 from megaponder.checkpoint.choose import locate
 from megaponder.checkpoint.weights import Stored, read_config
+from megaponder.config.fields import nearest
 from megaponder.config.load import dump
 from megaponder.config.schema import ParallelConfig, PrecisionConfig
 from megaponder.errors import ConfigError, UserError
@@ -50,10 +51,15 @@ def merge(mixture: str | Path, out: str | Path, take: str = SHARED) -> Merged:
     record = of_checkpoint(path)
     cfg = read_config(path)
     if record is None:
+        if not cfg.model.moe:
+            raise UserError(
+                f"{mixture}: it has no experts to merge; megaponder upcycle split makes some of dense models."
+            )
         raise UserError(f"{mixture}: it was not upcycled, so nothing says which of its experts are one MLP.")
     names = [one.name for one in record.disciplines]
     if take not in (SHARED, *names):
-        raise ConfigError("--take", take, f"it has {', '.join((SHARED, *names))}", f"use {SHARED}")
+        fix = f"use {nearest(take, (SHARED, *names)) or SHARED}"
+        raise ConfigError("--take", take, f"it has {', '.join((SHARED, *names))}", fix)
     factor = record.factors[0 if take == SHARED else 1]
     if not factor:
         raise UserError(f"{mixture}: its experts were damped to 0, so {take} is lost; use --take {SHARED}.")

@@ -70,7 +70,12 @@ ATTENTION: list[Broken] = [
     broken("model.freqkv.capacity", "at least 3; use 3", model__freqkv={"capacity": 2}),
     broken("model.freqkv.sink", "at least 0; use 0", model__freqkv={"capacity": 64, "sink": -1}),
     broken("model.freqkv.ratio", "more than 0 and less than 1", model__freqkv={"capacity": 64, "ratio": 1.0}),
-    broken("model.freqkv.sink", "there must be at least 2; use 4", model__freqkv={"capacity": 64, "sink": 63}),
+    broken("model.freqkv.ratio", "it is text, and must be more than 0", model__freqkv={"capacity": 64, "ratio": "0.5"}),
+    broken(
+        "model.freqkv.sink",
+        "leaves 1 row to compress, and there must be at least 2; use 4",
+        model__freqkv={"capacity": 64, "sink": 63},
+    ),
     broken("model.freqkv.ratio", "leaves none of 60 rows; use 0.5", model__freqkv={"capacity": 64, "ratio": 0.01}),
     broken(
         "model.positions",

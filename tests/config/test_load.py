@@ -138,6 +138,11 @@ def test_null_on_the_command_line(tmp_path: Path) -> None:
         ("train: {global_batch: null}", "train.global_batch", "it must be an integer; the default is 256"),
         ("optimizer: {lr: .nan}", "optimizer.lr", "nan: it must be a finite number"),
         ("model: {norm_eps: .inf}", "model.norm_eps", "inf: it must be a finite number"),
+        (
+            "model: {freqkv: {ratio: .nan}}",
+            "model.freqkv.ratio",
+            "finite number; use a number such as 0.5, or leave it",
+        ),
         ("data: {train: [.nan, a]}", "data.train", "nan: it must be a finite number"),
         ("optimizer: {lr: abc}", "optimizer.lr", "it must be a number"),
         ("parallel: {sequence: 1}", "parallel.sequence", "it must be true or false"),

@@ -16,7 +16,7 @@ from megaponder.checkpoint.state import TrainState
 from megaponder.checkpoint.weights import load_weights
 from megaponder.cli.main import main
 from megaponder.engine import cuda_on_cpu
-from megaponder.errors import UserError
+from megaponder.errors import ConfigError, UserError
 from megaponder.export import reference
 from megaponder.ponder.settings import method_of
 from megaponder.upcycle import slices as cutting
@@ -253,8 +253,15 @@ def test_back_to_dense_models_with_the_same_bits(models: Models) -> None:
             assert all(torch.equal(state[n], t) for n, t in models.states[want].items())
     with pytest.raises(UserError, match="its experts were damped to 0, so art is lost; use --take shared"):
         merge(models.made("damped", init="damped"), models.root / "x", "art")
-    with pytest.raises(UserError, match="it was not upcycled"):
+    with pytest.raises(UserError, match="it has no experts to merge; megaponder upcycle split makes some of dense"):
         merge(models.root / "base", models.root / "x")
+    with pytest.raises(ConfigError, match=r"--take = 'lwa': it has shared, art, law; use law"):
+        merge(models.made("average"), models.root / "x", "lwa")
+    cfg, state = load_weights(models.made("average"))
+    with reference.engine(cfg, state) as engine:  # the same mixture without its record
+        save_weights(models.root / "unknown" / "checkpoints", cfg, engine.stage)
+    with pytest.raises(UserError, match="it was not upcycled"):
+        merge(models.root / "unknown", models.root / "x")
 
 
 @pytest.mark.parametrize(

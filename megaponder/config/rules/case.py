@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -87,6 +88,15 @@ def require(holds: bool, field: str, value: Any, rule: str, fix: str) -> None:
 def require_option(section: str, name: str, value: Any, known: Collection[str]) -> None:
     """Raise ConfigError unless a section has an option of this name."""
     require(name in known, f"{section}.{name}", value, f"its options are {', '.join(known)}", "take it out")
+
+
+def require_number(holds: bool, field: str, value: Any, rule: str, fix: str) -> None:
+    """`require` of a number ("it must be ..."), which says if text stands there and how the number in it is written."""
+    if isinstance(value, str):
+        rule = f"it is text, and {rule.removeprefix('it ')}"
+        with contextlib.suppress(ValueError):
+            fix = f"write {value} without quotes" if math.isfinite(float(value)) else fix
+    require(holds, field, value, rule, fix)
 
 
 def divisors(n: int) -> list[int]:

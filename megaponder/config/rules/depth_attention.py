@@ -6,7 +6,7 @@ import math
 from dataclasses import fields
 from typing import Any
 
-from megaponder.config.rules.case import Case, Rule, nearest_divisor, require, require_option
+from megaponder.config.rules.case import Case, Rule, nearest_divisor, require, require_number, require_option
 from megaponder.config.stages import stage_range
 from megaponder.decoding.depth_sources import CHOICES, DepthAttention, read
 
@@ -27,10 +27,12 @@ def depth_attention_is_whole(c: Case) -> None:
             _sources(field, value, layers)
         elif name == "scale":
             number = type(value) in (int, float) and 0 <= value < math.inf
-            require(number, field, value, "it must be a number of at least 0", "use 0.0, for 1 / sqrt(head size)")
+            require_number(
+                number, field, value, "it must be a number of at least 0", "use 0.0, for 1 / sqrt(head size)"
+            )
         elif name == "blocks":
             whole = type(value) is int and value >= 1
-            require(whole, field, value, "it must be a whole number of at least 1", "use 1")
+            require_number(whole, field, value, "it must be a whole number of at least 1", "use 1")
             fix = f"the nearest is {nearest_divisor(value, layers)}"
             require(layers % value == 0, field, value, f"it must divide model.num_layers = {layers}", fix)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megaponder.config.rules.case import Case, Rule, require, require_option
+from megaponder.config.rules.case import Case, Rule, require, require_number, require_option
 from megaponder.config.schema import RunConfig
 from megaponder.decoding.freqkv_blocks import OPTIONS, read
 
@@ -21,14 +21,15 @@ def freqkv_is_whole(c: Case) -> None:
         if (value := given.get(name, least)) is not None:
             whole = type(value) is int and value >= least
             rule = f"it must be a whole number of at least {least}"
-            require(whole, f"{FIELD}.{name}", value, rule, f"use {least}")
+            require_number(whole, f"{FIELD}.{name}", value, rule, f"use {least}")
     ratio = given.get("ratio", 0.5)
     share = type(ratio) is float and 0 < ratio < 1
     rule = "it must be more than 0 and less than 1: something is left, and something is not"
-    require(share, f"{FIELD}.ratio", ratio, rule, "use 0.5")
+    require_number(share, f"{FIELD}.ratio", ratio, rule, "use 0.5")
     f = read(given)
     assert f is not None
-    rule = f"of capacity {f.capacity} it leaves {f.span} rows to compress, and there must be at least 2"
+    left = "1 row" if f.span == 1 else f"{max(0, f.span)} rows"
+    rule = f"of capacity {f.capacity} it leaves {left} to compress, and there must be at least 2"
     require(f.span >= 2, f"{FIELD}.sink", f.sink, rule, f"use {min(4, f.capacity - 2)}")
     rule = f"it leaves none of {f.span} rows"
     require(f.kept >= 1, f"{FIELD}.ratio", ratio, rule, "use 0.5")

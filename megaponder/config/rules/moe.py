@@ -6,7 +6,15 @@ import math
 from typing import Any
 
 from megaponder.config.disciplines import OPTIONS as DISCIPLINE_OPTIONS
-from megaponder.config.rules.case import Case, Rule, nearest_divisor, nearest_multiple, require, require_option
+from megaponder.config.rules.case import (
+    Case,
+    Rule,
+    nearest_divisor,
+    nearest_multiple,
+    require,
+    require_number,
+    require_option,
+)
 from megaponder.decoding.moe_options import OPTIONS, read
 
 FIELD = "model.moe"
@@ -24,12 +32,12 @@ def moe_is_whole(c: Case) -> None:
     for name, least in (("experts", 2), ("top_k", 1), ("shared_ffn", 0)):
         value = given.get(name, least)
         rule = f"it must be a whole number of at least {least}"
-        require(type(value) is int and value >= least, f"{FIELD}.{name}", value, rule, f"use {least}")
+        require_number(type(value) is int and value >= least, f"{FIELD}.{name}", value, rule, f"use {least}")
     for name in ("scale", "aux_weight", "bias_rate"):
         value = given.get(name, 1.0)
         low = "more than 0" if name == "scale" else "at least 0"
         legal = type(value) in (int, float) and 0 <= value < math.inf and (value > 0 or name != "scale")
-        require(legal, f"{FIELD}.{name}", value, f"it must be a number of {low}", "use 1.0")
+        require_number(legal, f"{FIELD}.{name}", value, f"it must be a number of {low}", "use 1.0")
     for name, words in (("score", ("softmax", "sigmoid")), ("renormalise", (True, False))):
         value = given.get(name, words[0])
         legal = any(value is word or (value == word and isinstance(word, str)) for word in words)
@@ -93,7 +101,7 @@ def disciplines_have_experts(c: Case) -> None:
     require(o is not None, name, given, "there are no experts without model.moe", "use {}, or set model.moe")
     weight, data = given.get("weight", 0.01), given.get("data")
     legal = type(weight) in (int, float) and 0 <= weight < math.inf
-    require(legal, f"{name}.weight", weight, "it must be a number of at least 0", "use 0.01")
+    require_number(legal, f"{name}.weight", weight, "it must be a number of at least 0", "use 0.01")
     legal = isinstance(data, dict) and all(
         isinstance(paths, list) and all(isinstance(path, str) for path in paths) for paths in data.values()
     )
@@ -157,7 +165,8 @@ def experts_fill_ranks(c: Case) -> None:
     rule = f"without parallel.experts it must be parallel.tensor = {p.tensor}, over which gradients are summed"
     require(split == p.tensor or p.experts > 1, "parallel.expert_tensor", split, rule, "leave it out")
     ranks = c.world_size // p.pipeline
-    rule = f"with {split} ranks for each expert, it must divide the {ranks} ranks of a stage"
+    each, all_of_them = (f"{n} rank{'' if n == 1 else 's'}" for n in (split, ranks))
+    rule = f"with {each} for each expert, it must divide the {all_of_them} of a stage"
     near = nearest_divisor(p.experts, max(1, ranks // split), o.experts)
     require(ranks % (p.experts * split) == 0, "parallel.experts", p.experts, rule, f"the nearest is {near}")
     length, unit = c.cfg.data.sequence_length, p.tensor * p.context
