@@ -54,14 +54,22 @@ def add_parser(commands: Commands) -> None:
         "--depth", action="store_true", help="also sweep depths and thresholds, and measure what each pass brings"
     )
     parser.add_argument(
-        "--sample", type=int, default=SAMPLE, metavar="N", help=f"targets for --depth (default {SAMPLE:,})"
+        "--sample",
+        type=int,
+        default=SAMPLE,
+        metavar="N",
+        help=f"targets for --depth, whatever --limit says (default {SAMPLE:,})",
     )
     parser.add_argument("--ema", action="store_true", help="the moving average of the weights (optimizer.ema_decay)")
     parser.add_argument(
         "--length", type=int, metavar="N", help="tokens in a window; default: as in training (an export: the longest)"
     )
     parser.add_argument(
-        "--limit", type=int, metavar="N", help="only the first N targets of each dataset, examples of each task"
+        "--limit",
+        type=int,
+        metavar="N",
+        help="only the first N targets of each dataset, examples of each task; "
+        "it does not bound --depth, which --sample does",
     )
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="windows at a time (default 8)")
     parser.add_argument("--tasks", nargs="+", default=[], metavar="TASK", help="tasks of lm-eval")

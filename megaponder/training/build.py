@@ -14,6 +14,7 @@ from megaponder.checkpoint.save import Saver
 from megaponder.checkpoint.state import TrainState
 from megaponder.config.budget import last_step
 from megaponder.config.model import short_reach
+from megaponder.config.rules.depth_attention import unreached_sources
 from megaponder.config.rules.freqkv import joined_documents
 from megaponder.config.schema import RunConfig
 from megaponder.data import chat, epochs, packing
@@ -151,7 +152,8 @@ def build(cfg: RunConfig, groups: Groups, stack: ExitStack) -> Run:
         monitor.say(f"The dataset {path} has weight 0 and is not read.")
     for sentence in on_data:
         monitor.say(sentence)
-    for sentence in filter(None, (short_reach(cfg.model), joined_documents(cfg))):
+    unreached = unreached_sources(cfg, [p.layers for p in method.longest(cfg.train.seed)])
+    for sentence in filter(None, (short_reach(cfg.model), joined_documents(cfg), unreached)):
         monitor.say(sentence)
     if method_only(cfg.train, state.step + 1):
         last, name = cfg.train.method_only_steps, cfg.ponder.method

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from megaponder.config import yaml_file
 from megaponder.config.load import dump, from_mapping, load_config, to_mapping
 from megaponder.config.model import FAMILIES, FEATURES, ModelConfig
 from megaponder.config.resolve import resolve
+from megaponder.config.rules.depth_attention import unreached_sources
 from megaponder.decoding import configuration
 from megaponder.errors import ConfigError
 from megaponder.training.setup import refuse_other_model
@@ -26,6 +28,27 @@ def test_every_family_has_every_feature() -> None:
         others = {f.name for f in dataclasses.fields(ModelConfig)} - {*FEATURES}
         assert all(getattr(family, name) == getattr(ModelConfig(), name) for name in others)
         from_mapping({"model": to_mapping(from_mapping({}))["model"] | dataclasses.asdict(family)})  # legal values
+
+
+@pytest.mark.parametrize(
+    ("layers", "passes", "depth", "words"),
+    [
+        (1, 1, {"sources": "all"}, "with sources all no layer has an earlier one to mix with"),
+        (1, 2, {"sources": "all", "passes": "within"}, "no layer has an earlier one"),
+        (3, 1, {"sources": [2]}, "with sources [2] no layer"),
+        (3, 1, {"sources": "stride:3"}, "with sources stride:3 no layer"),
+        (3, 2, {"sources": "last:99"}, "no layer has more than 5 before it, so sources last:99 are all of them"),
+        (4, 2, {"sources": "last:2", "passes": "within", "blocks": 2}, "more than 1 before it"),
+        (1, 2, {"sources": "all"}, ""),
+        (3, 2, {"sources": "last:5"}, ""),
+        (3, 1, {"sources": "stride:2"}, ""),
+        (1, 1, {}, ""),
+    ],
+)
+def test_sources_that_no_layer_has_are_told(layers: int, passes: int, depth: dict[str, Any], words: str) -> None:
+    cfg = config(model__num_layers=layers, model__depth_attention=depth)
+    told = unreached_sources(cfg, [None] * passes)
+    assert words in told if words else told == ""
 
 
 def test_a_feature_beats_the_family() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 from megaponder.config.rules.case import Case, Rule, nearest_divisor, require, require_number, require_option
+from megaponder.config.schema import RunConfig
 from megaponder.config.stages import stage_range
-from megaponder.decoding.depth_sources import CHOICES, DepthAttention, read
+from megaponder.decoding.depth_sources import CHOICES, DepthAttention, counted, read
 
 FIELD = "model.depth_attention"
 KNOWN = tuple(f.name for f in fields(DepthAttention))
@@ -79,6 +81,23 @@ def depth_attention_fits_stages(c: Case) -> None:
     cut = depth.passes == "within" or c.facts.max_passes == 1
     ok = cut and all(end % (layers // depth.blocks) == 0 for end in ends)
     require(ok, f"{FIELD}.sources", depth.sources, rule, fix)
+
+
+def unreached_sources(cfg: RunConfig, parts: Sequence[tuple[int, int] | None]) -> str:
+    """A sentence if no layer has a source, or `last:N` reaches further back than there are layers; empty otherwise.
+
+    parts: the layers that each pass of a token runs, None where it is all of them."""
+    depth, layers = read(cfg.model.depth_attention), cfg.model.num_layers or 1
+    if depth is None:
+        return ""
+    every = replace(depth, sources="all")
+    most = max((n for found in counted(every, layers, parts) for n in found), default=0)
+    if not any(any(found) for found in counted(depth, layers, parts)):
+        given = list(depth.sources) if isinstance(depth.sources, tuple) else depth.sources
+        return f"{FIELD}: with sources {given} no layer has an earlier one to mix with, so the model is a plain one."
+    if depth.last > most:
+        return f"{FIELD}: no layer has more than {most} before it, so sources {depth.sources} are all of them."
+    return ""
 
 
 RULES: tuple[Rule, ...] = (depth_attention_is_whole, depth_attention_fits_passes)
