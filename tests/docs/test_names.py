@@ -12,6 +12,7 @@ import pytest
 
 from megaponder.cli.main import COMMANDS
 from megaponder.config.fields import FREE, all_fields, sections
+from megaponder.config.rules import depth_attention, freqkv, moe
 from megaponder.ponder.registry import methods
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,6 +70,15 @@ def _file(span: str) -> str | None:
     return "" if there else f"there is no file {span}"
 
 
+PARTS = {
+    "model.depth_attention": depth_attention.KNOWN,
+    "model.freqkv": freqkv.OPTIONS,
+    "model.moe": moe.OPTIONS,
+    "train.disciplines": moe.DISCIPLINE_OPTIONS,
+}
+"""What mappings other than a method's options may have."""
+
+
 def _field(span: str) -> str | None:
     name = re.split(r"[:= ]", span.removeprefix("--"))[0]
     section, dot, rest = name.partition(".")
@@ -79,6 +89,9 @@ def _field(span: str) -> str | None:
     if name.startswith(FREE + "."):
         options = {o for cls in methods().values() for o in cls.Options.__dataclass_fields__}
         return "" if name.rpartition(".")[2] in options else f"no method has the option {name}"
+    whole, _, part = name.rpartition(".")
+    if whole in PARTS:
+        return "" if part in PARTS[whole] else f"{whole} has no part {part}"
     return "" if _resolves(name) else f"there is no field {name}"
 
 
