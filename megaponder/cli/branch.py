@@ -18,9 +18,10 @@ examples
 
 The branch has the weights, the optimizer state and the place in the data of that step, so its next step is the one that
 the run would have taken.  --cooldown N lets the learning rate fall linearly from what it is there to 0 over N steps,
-which end the budget; a run with schedule.kind: constant thus gives finished models of many lengths.  Any field may be
-set as in `megaponder train`.  Checkpoints are linked, not copied, where the file system can, and stay when the old run
-is deleted.  checkpoint.keep_every keeps the steps to branch from.
+which end the budget, so no schedule and no budget may be given beside it; a run with schedule.kind: constant thus gives
+finished models of many lengths.  Other fields may be set as in `megaponder train`, where a run that continues may
+change them.  Checkpoints are linked, not copied, where the file system can, and stay when the old run is deleted.
+checkpoint.keep_every keeps the steps to branch from.
 """
 
 
@@ -33,7 +34,7 @@ def add_parser(commands: Commands) -> None:
         epilog=EPILOG,
     )
     parser.add_argument("source", metavar="RUN", help="run folder")
-    parser.add_argument("step", metavar="STEP", type=int, help="step of one of its checkpoints")
+    parser.add_argument("step", metavar="STEP", help="step of one of its checkpoints")
     parser.add_argument("--out", metavar="NEWRUN", required=True, help="run folder to write")
     parser.add_argument(
         "--cooldown", type=int, metavar="N", help="end after N steps in which the learning rate falls linearly to 0"

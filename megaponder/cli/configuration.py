@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megaponder.config.gpus import Gpu
+from megaponder.config.gpus import GPUS, Gpu
 from megaponder.config.load import load_config
 from megaponder.config.method_facts import MethodFacts
 from megaponder.config.resolve import resolve
@@ -52,7 +52,8 @@ def planned(
     cfg = with_routers(cfg, method)
     facts = facts_of(method, cfg.train.seed)
     world_size = cfg.parallel.replica if world_size is None else world_size
-    there = Machine("cuda", gpu.capability, transformer_engine=True, grad_accum_kernel=True)
+    name = next(name for name, known in GPUS.items() if known is gpu)
+    there = Machine("cuda", gpu.capability, transformer_engine=True, grad_accum_kernel=True, gpu=name)
     check(cfg, facts, world_size, there)
     return cfg, method, facts, world_size
 

@@ -24,12 +24,14 @@ def _sentence(name: str, action: argparse.Action, word: str | None) -> str:
     if action.nargs == 0:
         return f"{name} = {word}: it takes no value; its meaning: {action.help}"
     if choices:
-        close = nearest(word, choices)
+        several = sum(choice.startswith(word) for choice in choices) > 1  # a beginning: no one of them is meant
+        close = None if several else nearest(word, choices)
         fix = f"did you mean {close}" if close else f"choose from {listed}"
         return f"{name} = {word}: there is no such choice; {fix}"
     whole = getattr(action.type, "__name__", "") == "int"  # int itself, or a range of it
     kind = "an integer" if whole else "a number"
     fix = "omit it" if action.default is None else f"the default is {action.default}"
+    fix = "give one" if action.required else fix
     with contextlib.suppress(ValueError, OverflowError):
         fix = f"the nearest is {round(float(word))}" if whole else fix
     return f"{name} = {word}: it must be {kind}; {fix}"

@@ -63,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
     if not 0 < args.mfu <= 1:
         raise ConfigError("--mfu", args.mfu, "it must be more than 0 and at most 1", "use 0.4")
     from megaponder.cli.configuration import of_data, planned
+    from megaponder.config.rules.run import tuned_wider
 
     cfg, method, facts, world_size = planned(args.config, with_engine(args), args.world_size, GPUS[args.gpu])
     from megaponder.plan.build import build_plan
@@ -75,6 +76,6 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(plan.as_dict(), indent=2))
     else:
         print_plan(cfg, plan, console)
-        for sentence in of_data(cfg):
+        for sentence in [*filter(None, [tuned_wider(cfg)]), *of_data(cfg)]:
             console.print(sentence)
     return 0

@@ -40,7 +40,7 @@ from megaponder.config.presets import PRESETS
 from megaponder.config.schema import RunConfig
 from megaponder.errors import ConfigError
 
-_BUDGETS = ("train.steps", "train.tokens", "train.epochs")
+BUDGETS = ("train.steps", "train.tokens", "train.epochs")
 _SHAPE = ("num_layers", "hidden_size", "num_heads")
 
 
@@ -61,7 +61,7 @@ def load_config(path: str | os.PathLike[str] | None, overrides: list[str] | None
     changes = parse_overrides(overrides or [])
     _refuse_hidden_preset(data, changes)
     for name, value in sorted(changes.items(), key=lambda change: mapping_of(change[0]) is not None):
-        for other in _BUDGETS if name in _BUDGETS and value is not None else ():
+        for other in BUDGETS if name in BUDGETS and value is not None else ():
             if other not in changes:
                 _put(data, other, None)
         if whole := mapping_of(name):
@@ -240,4 +240,4 @@ def dump(cfg: RunConfig, path: str | os.PathLike[str]) -> None:
     yaml_file.write(to_mapping(cfg), path)
 
 
-__all__ = ["FREE", "dump", "from_mapping", "load_config", "to_mapping"]
+__all__ = ["BUDGETS", "FREE", "dump", "from_mapping", "load_config", "to_mapping"]

@@ -32,7 +32,8 @@ class Averaged:
         if self.ema:
             what = f"the moving average of {self.sources[0]}"
         else:
-            what = f"the mean of {len(self.sources)} checkpoints, {', '.join(p.name for p in self.sources)}"
+            n = len(self.sources)
+            what = f"the mean of {n} checkpoint{'s' * (n != 1)}, {', '.join(p.name for p in self.sources)}"
         return f"{self.checkpoint}: {what}, in FP32."
 
 

@@ -16,6 +16,7 @@ from megaponder.config.budget import last_step
 from megaponder.config.model import short_reach
 from megaponder.config.rules.depth_attention import unreached_sources
 from megaponder.config.rules.freqkv import joined_documents
+from megaponder.config.rules.run import tuned_wider
 from megaponder.config.schema import RunConfig
 from megaponder.data import chat, epochs, packing
 from megaponder.data.blend import parse_blend, unread
@@ -153,7 +154,7 @@ def build(cfg: RunConfig, groups: Groups, stack: ExitStack) -> Run:
     for sentence in on_data:
         monitor.say(sentence)
     unreached = unreached_sources(cfg, [p.layers for p in method.longest(cfg.train.seed)])
-    for sentence in filter(None, (short_reach(cfg.model), joined_documents(cfg), unreached)):
+    for sentence in filter(None, (short_reach(cfg.model), joined_documents(cfg), unreached, tuned_wider(cfg))):
         monitor.say(sentence)
     if method_only(cfg.train, state.step + 1):
         last, name = cfg.train.method_only_steps, cfg.ponder.method

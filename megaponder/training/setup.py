@@ -127,15 +127,17 @@ def refuse_other_model(cfg: RunConfig, checkpoint: Path, weights_only: bool = Fa
     loaded.
     """
     from megaponder.checkpoint import routers
-    from megaponder.ponder.registry import options_that_differ
+    from megaponder.ponder.registry import methods, options_that_differ
 
+    known = cfg.ponder.method in methods()  # else a plugin's, which a saved configuration alone does not run
     saved, warnings = load_saved_config(checkpoint), []
     values = {n: (value_of(saved, n), value_of(cfg, n), field.declared) for n, field in all_fields().items()}
     moe = saved.model.moe, cfg.model.moe
     if weights_only and moe[0] != moe[1] and (sentence := routers.told(*moe, checkpoint)) is not None:
         del values["model.moe"]
         warnings += [sentence] if sentence else []
-    values |= {f"{FREE}.{n}": found for n, found in options_that_differ(saved.ponder, cfg.ponder).items()}
+    if known:
+        values |= {f"{FREE}.{n}": found for n, found in options_that_differ(saved.ponder, cfg.ponder).items()}
     for name, (then, now, declared) in values.items():
         change = declared.change_at_load if weights_only else declared.resume
         if now == then:
@@ -151,7 +153,7 @@ def refuse_other_model(cfg: RunConfig, checkpoint: Path, weights_only: bool = Fa
             raise ConfigError(name, now, rule, f"use that{other}")
         if change == "warned":
             warnings.append(f"Warning: {name} was {then!r} up to this checkpoint and is {now!r} from here on.")
-    return warnings + _scale_changes(saved, cfg)
+    return warnings + (_scale_changes(saved, cfg) if known else [])
 
 
 def _scale_changes(saved: RunConfig, cfg: RunConfig) -> list[str]:

@@ -21,6 +21,7 @@ from tests.distributed import run_workers
 
 ROOT = Path(__file__).parents[2]
 RUN = "model: {preset: llama-125m}\nponder: {method: loop}\ntrain: {steps: 10}\n"
+FP8_ON_BLACKWELL = "--precision.fp8", "mxfp8", "--precision.dtype", "bf16"
 
 
 @pytest.fixture
@@ -74,6 +75,16 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["plan", "RUN", "--mfu", "half"], "--mfu = half: it must be a number; the default is 0.4"),
         (["plan", "RUN", "--gpu"], "--gpu: it needs a value; choose from h100-sxm, h100-pcie"),
         (["plan", "RUN", "--gpu", "H200"], "did you mean h200"),
+        (["plan", "RUN", "--gpu", "h100"], "--gpu = h100: there is no such choice; choose from h100-sxm, h100-pcie"),
+        (
+            ["plan", "RUN", *FP8_ON_BLACKWELL],
+            "h100-sxm, for which this plan is by default, has 9.0; the nearest is "
+            "blockwise, or another GPU: --gpu b200.",
+        ),
+        (
+            ["plan", "RUN", *FP8_ON_BLACKWELL, "--gpu", "l40s"],
+            "and l40s, for which this plan is, has 8.9; the nearest is current, or another GPU: --gpu b200.",
+        ),
         (["plan", "RUN", "--gpu", "a'b"], "--gpu = a'b: there is no such choice; choose from h100-sxm"),
         (["inspect"], "the following arguments are required: PATH"),
         (["plan", "RUN", "--world-size", "0"], "it must be at least 1"),

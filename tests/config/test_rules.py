@@ -286,6 +286,25 @@ BROKEN: list[Broken] = [
     broken("parallel.timeout_minutes", "more than 0", parallel__timeout_minutes=0.0),
     broken("precision.cuda_graphs", "cannot start", precision__cuda_graphs=True, parallel__overlap_grad_reduce=True),
     broken("precision.grad_accum_fusion", "not aligned", machine=H100, precision__grad_accum_fusion=True),
+    *(
+        broken(field.replace("__", "."), "it is empty, as an unset shell variable is; set it", **{field: ""})
+        for field in ("checkpoint__local", "checkpoint__load", "data__cache", "data__tokenizer", "train__tasks_folder")
+    ),
+    broken("data.document_tokens", "sees its whole sample; leave it out (null), or", data__document_tokens=100.0),
+    broken(
+        "data.document_tokens",
+        "no longer than data.sequence_length = 512; the nearest is 512",
+        data__document_tokens=513.0,
+        data__document_attention=True,
+        data__sequence_length=512,
+    ),
+    broken(
+        "parallel.offload_passes",
+        "the layers of 1 pass are recomputed; the nearest is 1",
+        parallel__offload_passes=2,
+        parallel__recompute="layer",
+        parallel__recompute_passes=1,
+    ),
     broken("checkpoint.local_every", "needs checkpoint.local", checkpoint__local_every=10),
     broken("checkpoint.local", "for example to 100", checkpoint__local="/tmp/local"),
     broken("logging.profile_steps", "first and the last", logging__profile_steps=[5, 4]),

@@ -76,6 +76,14 @@ def test_every_stage_of_zero_is_told(capsys: pytest.CaptureFixture[str]) -> None
     assert found[3, "weights"]["main"] == pytest.approx(18 * share)
 
 
+def test_a_rate_of_a_wider_model_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, words = tmp_path / "c.yaml", "optimizer.tuned_width = 1024 is more than model.hidden_size = 768: rates"
+    file.write_text("model: {preset: llama-125m}\ntrain: {steps: 10}\n")
+    for width, told in ((1024, True), (768, False), (256, False)):
+        assert main(["plan", str(file), "--optimizer.tuned_width", str(width)]) == 0
+        assert (words in capsys.readouterr().out) == told
+
+
 def test_json_is_complete() -> None:
     data = json.loads(json.dumps(plan_of(config()).as_dict()))
     assert data["layout"]["data"] == 8 and data["layout"]["microbatch_group"] == 4

@@ -15,6 +15,7 @@ from megaponder.checkpoint.weights import load_weights
 from megaponder.cli.main import main
 from megaponder.config.load import from_mapping
 from megaponder.config.resolve import resolve
+from megaponder.export.average import Averaged
 from megaponder.training.branch import _cooling
 from tests.training.conftest import Base, run
 
@@ -66,12 +67,29 @@ def test_a_cooldown_replaces_any_budget() -> None:
          "the nearest is 9, or use --cooldown N."),
         (["8", "--out", "NEW", "--run", "x"], "--run: the folder of the branch is --out = NEW; leave --run out."),
         (["8", "--out", "NEW", "--optimizer.lrr", "1"], "did you mean --optimizer.lr"),
+        (["x", "--out", "NEW"], "STEP = x: give a step; RUN has 3, 6, 8."),
+        *(
+            (["3", "--out", "NEW", "--cooldown", "4", *words],
+             f"{words[0]} = {told}: --cooldown 4 sets the schedule and the budget (schedule.*, train.steps, "
+             "train.tokens) itself; leave it out, or leave out --cooldown.")
+            for *words, told in (
+                ("--train.steps", "50", 50),
+                ("--train.tokens", "5000", 5000),
+                ("--schedule.kind", "cosine", "'cosine'"),
+                ("--schedule.warmup_fraction", ".9", 0.9),
+            )
+        ),
+        (["3", "--out", "NEW/in", "--optimizer.kind", "muon"], "was trained with 'adamw'; use that, or a"),
+        (["3", "--out", "NEW/in", "--model.num_layers", "4"], "model.num_layers = 4: checkpoint"),
+        (["3", "--out", "NEW/in", "--ponder.method", "lop"], "ponder.method = 'lop': checkpoint"),
+        (["3", "--out", "NEW/in", "--ponder.method", "vanilla"], "ponder.method = 'vanilla': checkpoint"),
     ],
 )  # fmt: skip
 def test_branches_that_cannot_be(base: Base, words: list[str], expected: str, capsys: pytest.CaptureFixture[str]):
     names = {"RUN": str(base.run), "NEW": str(base.root / "no-branch")}
     for name, path in names.items():
         expected = expected.replace(name, path)
+    words = [word.replace("NEW", names["NEW"]) for word in words]
     assert main(["branch", str(base.run), *(names.get(word, word) for word in words)]) == 2
     assert expected in capsys.readouterr().err
     assert not list(base.root.glob("*no-branch*"))
@@ -92,6 +110,8 @@ def test_means_of_checkpoints_and_the_moving_average(base: Base, capsys: pytest.
     exported = load_file(f"{source}-hf/model.safetensors")["model.embed_tokens.weight"]
     assert (exported == ema["embedding.word_embeddings.weight"][: len(exported)]).all()
 
+    one = Averaged(Path("new"), (Path("step_8"),), ema=False)
+    assert str(one) == "new: the mean of 1 checkpoint, step_8, in FP32."
     capsys.readouterr()
     for words, expected in (
         (["--last", "4"], f"--last = 4: {source} has 3 checkpoints; the nearest is 3."),

@@ -26,6 +26,8 @@ class Machine:
     """NVIDIA apex's fused_weight_gradient_mlp_cuda can be imported."""
     deepspeed: bool = True
     """DeepSpeed can be imported."""
+    gpu: str | None = None
+    """Of a plan: the name of the GPU that it counts on."""
 
 
 def this_machine() -> Machine:

@@ -21,6 +21,20 @@ def sequence_fits(c: Case) -> None:
     require(length <= limit, "data.sequence_length", length, rule, fix)
 
 
+def documents_lie_within_samples(c: Case) -> None:
+    """Their length within a sample is at most the sample's, up to rounding, and counts only where they are apart."""
+    data, name = c.cfg.data, "data.document_tokens"
+    tokens, length = data.document_tokens, data.sequence_length
+    if tokens is None:
+        return
+    rule = "without data.document_attention a token sees its whole sample"
+    fix = "leave it out (null), or set data.document_attention: true"
+    require(data.document_attention, name, tokens, rule, fix)
+    rule = f"a document within its sample is no longer than data.sequence_length = {length}"
+    fix = f"the nearest is {length}, or leave it out (null): it follows from the datasets"
+    require(tokens <= length + 1e-6, name, tokens, rule, fix)
+
+
 def eod_is_a_token(c: Case) -> None:
     """The end-of-document id is in the vocabulary."""
     eod, vocab = c.cfg.data.eod_id, c.cfg.model.vocab_size
@@ -142,6 +156,7 @@ def _like(path: Path, suffix: str) -> str:
 
 RULES: tuple[Rule, ...] = (
     sequence_fits,
+    documents_lie_within_samples,
     eod_is_a_token,
     method_fits_the_vocabulary,
     split_is_three_parts,

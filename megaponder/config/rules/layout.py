@@ -205,7 +205,7 @@ def offload_follows_recompute(c: Case) -> None:
     rule = "only the inputs of recomputed layers are kept in main memory"
     require(p.recompute == "layer", name, p.offload_passes, rule, "set parallel.recompute: layer, or use 0")
     most = p.recompute_passes or c.facts.max_passes
-    rule = f"the layers of {most} passes are recomputed"
+    rule = f"the layers of {most} pass{'es' * (most != 1)} are recomputed"
     require(p.offload_passes <= most, name, p.offload_passes, rule, f"the nearest is {most}")
     rule = f"it counts passes from the first, which {c.cfg.ponder.method} runs without gradient"
     all_of_them = p.offload_passes == c.facts.max_passes

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megaponder.config.rules.case import Case, Rule, nearest_multiple, require
+from megaponder.config.gpus import DEFAULT_GPU, GPUS
+from megaponder.config.rules.case import Case, Machine, Rule, nearest_multiple, require
 
 CAPABILITY = {"delayed": (8, 9), "current": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), "nvfp4": (10, 0)}
 """Oldest compute capability that each recipe runs on."""
@@ -81,12 +82,18 @@ def fp8_sizes_are_aligned(c: Case) -> None:
     require(length * batch % (each * share) == 0, "data.sequence_length", length, rule, fix)
 
 
-def _gpu_runs(recipe: str, has: tuple[int, int]) -> None:
-    """The GPU is new enough for the recipe; the nearest one is the newest that it runs."""
+def _gpu_runs(recipe: str, here: Machine) -> None:
+    """The GPU is new enough for the recipe; the nearest is the newest that it runs, and a plan can take another GPU."""
+    has = here.capability or (0, 0)
     needs = CAPABILITY[recipe]
     runs = [name for name, capability in CAPABILITY.items() if capability <= has]
     fix = f"the nearest is {runs[-1]}" if runs else "use none"
-    found = f"and the GPU has {has[0]}.{has[1]}"
+    gpu = "the GPU"
+    if here.gpu is not None:
+        gpu = f"{here.gpu}, for which this plan is{' by default' * (here.gpu == DEFAULT_GPU)},"
+        newer = next((name for name, one in GPUS.items() if needs <= one.capability < (12, 0)), None)
+        fix += f", or another GPU: --gpu {newer}" if newer else ""
+    found = f"and {gpu} has {has[0]}.{has[1]}"
     rule = f"{recipe} needs compute capability {needs[0]}.{needs[1]} ({_ARCHITECTURES[needs]}) or newer, {found}"
     require(has >= needs, "precision.fp8", recipe, rule, fix)
     rule = f"Transformer Engine has no kernels of it from compute capability 12.0 on, {found}"
@@ -103,7 +110,7 @@ def machine_has_the_kernels(c: Case) -> None:
     require(te or p.implementation != "te", "precision.implementation", p.implementation, rule, "use auto or local")
     if p.fp8 != "none":
         require(te, "precision.fp8", p.fp8, rule, "use none, or install megaponder[gpu] on a machine with a GPU")
-        _gpu_runs(p.fp8, here.capability or (0, 0))
+        _gpu_runs(p.fp8, here)
     rule = "a GPU is missing here"
     require(
         p.cuda_graphs is not True or here.device == "cuda", "precision.cuda_graphs", True, rule, "use auto or false"

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from megaponder import files
 from megaponder.config import budget
-from megaponder.config.fields import all_fields
+from megaponder.config.fields import all_fields, value_of
 from megaponder.config.rules.case import Case, Rule, nearest_multiple, require
+from megaponder.config.schema import RunConfig
 from megaponder.config.trained import GROUPS, OF_LAYERS, OF_MIXTURES
 
 
@@ -77,6 +78,17 @@ def tuned_width_scales_the_head(c: Case) -> None:
     require(o.tuned_width is None or not c.cfg.model.tie_embeddings, "optimizer.tuned_width", o.tuned_width, rule, fix)
 
 
+def tuned_wider(cfg: RunConfig) -> str:
+    """A sentence if the rate was tuned on a wider model than this one; empty otherwise."""
+    tuned, width = cfg.optimizer.tuned_width, cfg.model.hidden_size
+    if tuned is None or width is None or tuned <= width:
+        return ""
+    return (
+        f"optimizer.tuned_width = {tuned} is more than model.hidden_size = {width}: rates and initial weights of a "
+        "wider model are scaled up to this one, the reverse of tuning on a narrower one."
+    )
+
+
 def trained_groups_exist(c: Case) -> None:
     """What alone is trained is known, is there, and lies on every pipeline stage."""
     only, name = c.cfg.train.only, "train.only"
@@ -119,6 +131,15 @@ def kept_checkpoints_are_written(c: Case) -> None:
         require(ok, "checkpoint.keep_every", p.keep_every, rule, f"the nearest is {near}")
 
 
+def texts_are_not_empty(c: Case) -> None:
+    """An empty path, as from an unset shell variable, would mean the current folder."""
+    for name, field in all_fields().items():
+        if field.type == str | None:
+            value = value_of(c.cfg, name)
+            ok = value is None or bool(value.strip())
+            require(ok, name, value, "it is empty, as an unset shell variable is", "set it, or leave it out (null)")
+
+
 def local_checkpoints_have_a_place(c: Case) -> None:
     """A folder for local checkpoints and their period go together."""
     p = c.cfg.checkpoint
@@ -154,8 +175,7 @@ def load_can_be_used(c: Case) -> None:
     require(p.load is None or p.resume != "must", "checkpoint.load", p.load, rule, "use checkpoint.resume: auto")
     if p.load is not None and c.needs_data:
         rule = "this is a file" if Path(p.load).is_file() else "there is no such folder"
-        ok = bool(p.load.strip()) and Path(p.load).is_dir()
-        require(ok, "checkpoint.load", p.load, rule, "set it to a checkpoint folder")
+        require(Path(p.load).is_dir(), "checkpoint.load", p.load, rule, "set it to a checkpoint folder")
 
 
 def changed_fields_may_change(c: Case) -> None:
@@ -197,6 +217,7 @@ def run_is_a_folder(c: Case) -> None:
 
 
 RULES: tuple[Rule, ...] = (
+    texts_are_not_empty,
     rampup_is_three_numbers,
     budget_is_given_once,
     method_only_needs_parameters,
