@@ -10,10 +10,16 @@ import time
 def rows(fails: bool) -> list[bool]:
     """Two rows on two ranks: one that went well, and one that rank 1 failed in, or never came back from."""
     from benchmarks import training
+    from megaponder.engine import groups
 
     training.LOST = datetime.timedelta(seconds=1)
     rank = int(os.environ["RANK"])
     first = training.may_go_on(0, failed=False)
     if rank == 1 and not fails:
         time.sleep(600)
-    return [first, training.may_go_on(1, failed=rank == 1)]
+    said = [first, training.may_go_on(1, failed=rank == 1)]
+    store = groups.shared_store()
+    store.set(f"has read/{rank}", "yes")
+    if rank == 0:  # it holds the store, which no launcher does here
+        store.wait(["has read/1"], datetime.timedelta(seconds=60))
+    return said
