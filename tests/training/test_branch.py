@@ -10,13 +10,14 @@ import pytest
 from safetensors.torch import load_file
 
 from megaponder.checkpoint import folder
-from megaponder.checkpoint.state import TrainState
+from megaponder.checkpoint.state import CONFIG, TrainState
 from megaponder.checkpoint.weights import load_weights
 from megaponder.cli.main import main
-from megaponder.config.load import from_mapping
+from megaponder.config.load import dump, from_mapping
 from megaponder.config.resolve import resolve
+from megaponder.errors import ConfigError
 from megaponder.export.average import Averaged
-from megaponder.training.branch import _cooling
+from megaponder.training.branch import _cooling, _refuse_other_model
 from tests.training.conftest import Base, run
 
 ROWS = ("loss", "grad_norm", "learning_rate", "sequences", "tokens")
@@ -55,6 +56,16 @@ def test_a_cooldown_replaces_any_budget() -> None:
     cfg = resolve(from_mapping({"model": {"preset": "llama-tiny"}, "train": {"steps": 8, "tokens": 9, "epochs": 2}}))
     train = _cooling(cfg, TrainState(step=3, sequences=12, tokens=0), 4).train
     assert (train.steps, train.tokens, train.epochs) == (7, None, None)
+
+
+def test_a_branch_of_a_plugins_run_does_not_run_its_code(tmp_path: Path) -> None:
+    ponder = {"method": "elsewhere", "options": {"n": 3}, "plugin": str(tmp_path / "none.py")}
+    cfg = resolve(from_mapping({"model": {"preset": "llama-tiny"}, "train": {"steps": 8}, "ponder": ponder}))
+    dump(cfg, tmp_path / CONFIG)
+    _refuse_other_model(cfg, cfg.ponder, tmp_path)
+    other = resolve(from_mapping({"model": {"preset": "llama-tiny", "num_layers": 3}, "ponder": ponder}))
+    with pytest.raises(ConfigError, match=r"model\.num_layers = 3: checkpoint .* was trained with"):
+        _refuse_other_model(other, cfg.ponder, tmp_path)
 
 
 @pytest.mark.parametrize(
