@@ -153,9 +153,11 @@ def test_plan(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_plan_knows_what_its_gpu_can_do(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", run_file, "--precision.dtype", "bf16", "--precision.fp8"]
-    assert "the GPU has 8.0" in refused([*command, "delayed", "--gpu", "a100-80gb"], capsys)
+    assert "and a100-80gb, for which this plan is, has 8.0" in refused(
+        [*command, "delayed", "--gpu", "a100-80gb"], capsys
+    )
     assert "the nearest is current" in refused([*command, "blockwise", "--gpu", "l40s"], capsys)
-    assert "10.0 (Blackwell) or newer, and the GPU has 9.0; the nearest is blockwise" in refused(
+    assert "10.0 (Blackwell) or newer, and h200, for which this plan is, has 9.0; the nearest is blockwise" in refused(
         [*command, "mxfp8", "--gpu", "h200"], capsys
     )
     for recipe, gpu in (("current", "l40s"), ("blockwise", "h200"), ("nvfp4", "b200")):
