@@ -363,17 +363,18 @@ def may_go_on(number: int, failed: bool) -> bool:
 
     A rank that failed alone leaves the others in a collective for ever: it then ends, and the launcher ends them.
     """
+    from megaponder.config import launcher
     from megaponder.engine import groups
 
-    rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
-    if world == 1:
+    here = launcher.place()
+    if here.world_size == 1:
         return True
-    store, keys = groups.shared_store(), [f"benchmarks.training/{number}/{r}" for r in range(world)]
-    store.set(keys[rank], "failed" if failed else "measured")
+    store, keys = groups.shared_store(), [f"benchmarks.training/{number}/{r}" for r in range(here.world_size)]
+    store.set(keys[here.rank], "failed" if failed else "measured")
     try:
         store.wait(keys, LOST)
     except RuntimeError:
-        print(f"rank {rank}: another rank is not done with the row; all end here.", file=sys.stderr, flush=True)
+        print(f"rank {here.rank}: another rank is not done with the row; all end here.", file=sys.stderr, flush=True)
         os._exit(1)
     return all(store.get(key) == b"measured" for key in keys)
 
