@@ -19,6 +19,7 @@ from megaponder.ponder.base import Shape
 from megaponder.ponder.facts import facts_of
 from megaponder.ponder.registry import build_method
 from tests.config.broken_attention import ATTENTION
+from tests.config.broken_data import DATA
 from tests.config.broken_engines import ENGINES
 from tests.config.broken_moe import MOE
 from tests.config.make import PASSES4, Broken, broken, config
@@ -32,6 +33,7 @@ FP8 = {"precision__fp8": "current", "precision__dtype": "bf16"}
 
 BROKEN: list[Broken] = [
     *ATTENTION,
+    *DATA,
     *ENGINES,
     *MOE,
     broken(
@@ -115,24 +117,6 @@ BROKEN: list[Broken] = [
     broken("model.norm_eps", "more than 0", model__norm_eps=0.0),
     broken("model.init_std", "more than 0", model__init_std=-1.0),
     broken("model.embedding_scale", "more than 0; the default is auto", model__embedding_scale=0.0),
-    broken("data.sequence_length", "max_positions = 2048; the nearest is 2048", data__sequence_length=4096),
-    broken("data.sequence_length", "max_positions = 1024", model__preset="gpt2-small"),
-    broken("data.sequence_length", "at least 1", data__sequence_length=0),
-    broken("data.eod_id", "an id of the vocabulary", data__eod_id=50304),
-    broken("ponder.options.topk", "at most model.vocab_size", facts=MethodFacts(token_counts={"topk": 60000})),
-    broken(
-        "ponder.options.pause_token_id", "nearest is 50303", facts=MethodFacts(token_rows={"pause_token_id": 50304})
-    ),
-    broken("data.split", "three numbers", data__split="9,1"),
-    broken("data.split", "three numbers", data__split="9,x,1"),
-    broken("data.split", "training part", data__split="0,9,1"),
-    broken("data.split", "validation part", data__split="9,0,1"),
-    broken("data.train", "a weight before each; for example [1.0, a, 1.0, b]", data__train=["a", "b"]),
-    broken("data.train", "weight path", data__train=["a", 0.5]),
-    broken("data.train", "weight path", data__train=[0.5, "a", "b"]),
-    broken("data.valid", "all weights are 0", data__valid=[0.0, "a"]),
-    broken("data.valid", "no weight may be below 0", data__valid=[-1.0, "a"]),
-    broken("data.accept_changed", "neither data.train nor data.valid", data__accept_changed=["nowhere"]),
     broken("faults.max_without_targets", "it must be at least 0", faults__max_without_targets=-1),
     broken("faults.spike_window", "at least 4", faults__spike_window=3),
     broken("faults.spike_sd", "more than 0", faults__spike_sd=0.0),
@@ -289,14 +273,6 @@ BROKEN: list[Broken] = [
     *(
         broken(field.replace("__", "."), "it is empty, as an unset shell variable is; set it", **{field: ""})
         for field in ("checkpoint__local", "checkpoint__load", "data__cache", "data__tokenizer", "train__tasks_folder")
-    ),
-    broken("data.document_tokens", "sees its whole sample; leave it out (null), or", data__document_tokens=100.0),
-    broken(
-        "data.document_tokens",
-        "no longer than data.sequence_length = 512; the nearest is 512",
-        data__document_tokens=513.0,
-        data__document_attention=True,
-        data__sequence_length=512,
     ),
     broken(
         "parallel.offload_passes",

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megaponder.engine import cuda_on_cpu
-from tests.layouts.cases import CASES, LAYOUTS, LENGTH, VOCAB, Case, disturb, run_config
+from tests.layouts.cases import CASES, LENGTH, VOCAB, Case, disturb, run_config
+from tests.layouts.layouts import LAYOUTS
 
 cuda_on_cpu.install()
 

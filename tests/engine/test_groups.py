@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from megaponder.engine import cuda_on_cpu
-from tests.layouts.cases import LAYOUTS, Case, run_config
+from tests.layouts.cases import Case, run_config
+from tests.layouts.layouts import LAYOUTS
 
 cuda_on_cpu.install()
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megaponder.config.eslm import Eslm
 from megaponder.engine import cuda_on_cpu
-from tests.layouts.cases import CASES, LAYOUTS, Case, disturb, run_config
+from tests.layouts.cases import CASES, Case, disturb, run_config
+from tests.layouts.layouts import LAYOUTS
 from tests.oracles.eslm import weights as plain
 from tests.tolerance import RTOL
 

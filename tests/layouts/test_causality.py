@@ -10,7 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megaponder.engine import cuda_on_cpu
-from tests.layouts.cases import CASES, LAYOUTS, VOCAB, disturb, run_config
+from tests.layouts.cases import CASES, VOCAB, disturb, run_config
+from tests.layouts.layouts import LAYOUTS
 
 cuda_on_cpu.install()
 

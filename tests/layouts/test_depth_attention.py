@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megaponder.engine import cuda_on_cpu
-from tests.layouts.cases import CASES, LAYOUTS, VOCAB, Case, Layout, disturb, run_config
+from tests.layouts.cases import CASES, VOCAB, Case, Layout, disturb, run_config
+from tests.layouts.layouts import LAYOUTS
 
 cuda_on_cpu.install()
 

@@ -11,7 +11,8 @@ import torch
 
 from megaponder.engine import cuda_on_cpu
 from tests.layouts import sink  # noqa: F401  registers the test methods
-from tests.layouts.cases import CASES, LAYOUTS, LENGTH, VOCAB, WHOLE, disturb, run_config
+from tests.layouts.cases import CASES, LENGTH, VOCAB, WHOLE, disturb, run_config
+from tests.layouts.layouts import LAYOUTS
 from tests.tolerance import ATOL, RTOL
 
 cuda_on_cpu.install()

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tests.distributed import run_workers
-from tests.layouts.cases import CASES, ESLM_OF_MICRO, LAYOUTS, cases_of, is_gated
+from tests.layouts.cases import CASES, cases_of, is_gated
+from tests.layouts.layouts import ESLM_OF_MICRO, LAYOUTS
 from tests.layouts.workers import assemble
 from tests.tolerance import ATOL, RTOL
 

@@ -10,7 +10,8 @@ import torch
 
 from tests.distributed import run_workers
 from tests.gpu import one_card
-from tests.layouts.cases import CASES, LAYOUTS, WHOLE, run_config
+from tests.layouts.cases import CASES, WHOLE, run_config
+from tests.layouts.layouts import LAYOUTS
 
 HALTING = ["adaponderlm-llama-gqa", "adaptive-cot-llama-gqa", "ponderlm3-llama-gqa", "adaptive-cot-skip-gqa"]
 SHAPES = ["one-batch1", *(["tp2-pp2"] if WHOLE else []), "tp2-sp-pp2-recompute"]

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megaponder.engine import cuda_on_cpu
-from tests.layouts.cases import CASES, LAYOUTS, disturb, run_config
+from tests.layouts.cases import CASES, disturb, run_config
+from tests.layouts.layouts import LAYOUTS
 from tests.layouts.workers import batches
 
 cuda_on_cpu.install()

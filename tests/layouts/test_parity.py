@@ -12,7 +12,8 @@ from megaponder.config.resolve import resolve
 from megaponder.config.schema import ModelConfig, RunConfig
 from megaponder.engine import cuda_on_cpu
 from tests.layouts import official
-from tests.layouts.cases import CASES, LAYOUTS, LENGTH, VOCAB, Case, disturb, run_config
+from tests.layouts.cases import CASES, LENGTH, VOCAB, Case, disturb, run_config
+from tests.layouts.layouts import LAYOUTS
 from tests.oracles import eslm
 from tests.oracles.reference import Oracle
 from tests.tolerance import RTOL

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from tests.gpu import one_card
-from tests.layouts.cases import CASES, LAYOUTS, LENGTH, SEQUENCES, VOCAB, WHOLE, Layout, cases_of, disturb, run_config
+from tests.layouts.cases import CASES, LENGTH, SEQUENCES, VOCAB, WHOLE, Layout, cases_of, disturb, run_config
+from tests.layouts.layouts import LAYOUTS
 
 EOD = 3
 HALFWAY = Path(__file__).parents[1] / "ponder" / "halfway"

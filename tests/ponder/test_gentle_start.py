@@ -15,7 +15,8 @@ from megaponder.export.to_hf import export
 from megaponder.ponder.base import Shape
 from megaponder.ponder.registry import build_method
 from tests.export import checkpoints
-from tests.layouts.cases import LAYOUTS, LENGTH, VOCAB, Case, disturb, run_config
+from tests.layouts.cases import LENGTH, VOCAB, Case, disturb, run_config
+from tests.layouts.layouts import LAYOUTS
 from tests.tolerance import PARITY
 
 cuda_on_cpu.install()

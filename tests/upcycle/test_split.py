@@ -21,7 +21,8 @@ from megaponder.export import reference
 from megaponder.ponder.settings import method_of
 from megaponder.upcycle import slices as cutting
 from megaponder.upcycle.record import of_checkpoint
-from tests.layouts.cases import CASES, LAYOUTS, VOCAB, disturb, run_config
+from tests.layouts.cases import CASES, VOCAB, disturb, run_config
+from tests.layouts.layouts import LAYOUTS
 from tests.tolerance import PARITY, difference
 
 cuda_on_cpu.install()
