@@ -52,6 +52,8 @@ class TrainState:
     """Those that were executed: with recomputed layers, and with halted tokens that were only masked."""
     seconds: Amount | None = 0.0
     """Time of the steps on rank 0, without evaluation, saving and restarts."""
+    evaluation_due: bool = False
+    """A request to stop interrupted the evaluation after the last step."""
     upcycled: dict[str, Any] = field(default_factory=dict)
     """`upcycle.record.Record` of the weights that the run started from, as plain data; {}: it has none."""
 
@@ -63,7 +65,9 @@ class TrainState:
     def after(self, batch: int, sequence_length: int) -> TrainState:
         """The position one step later."""
         tokens = self.tokens + batch * sequence_length
-        return replace(self, step=self.step + 1, sequences=self.sequences + batch, tokens=tokens)
+        return replace(
+            self, step=self.step + 1, sequences=self.sequences + batch, tokens=tokens, evaluation_due=False
+        )
 
 
 @dataclass

@@ -116,10 +116,13 @@ def rewind(run: Path, step: int) -> tuple[int, int]:
 
 
 class JsonLines:
-    """Appends rows; each has been handed to the system when `write` returns."""
+    """Appends rows; each has been handed to the system when `write` returns.  What comes later about the step of the
+    last row (an evaluation that a stop had interrupted, tasks) joins it."""
 
     def __init__(self, run: Path):
         self._path = run / NAME
+        rows = read(self._path, POSITION)
+        self._last: dict[str, Any] = rows[-1] if rows else {}
         self._file = self._path.open("a", buffering=1)
 
     def _is_there(self) -> bool:
@@ -135,8 +138,16 @@ class JsonLines:
                 f"{self._path} was removed, moved or replaced during the run; restore the run folder and "
                 "run the same command again."
             )
+        joins = self._last.get("step") == row.step
+        self._last = (self._last if joins else {}) | row.flat()
         try:
-            self._file.write(json.dumps(row.flat()) + "\n")
+            if joins:
+                rows = [*read(self._path, POSITION)[:-1], self._last]
+                files.write_bytes(self._path, "".join(json.dumps(r) + "\n" for r in rows).encode())
+                self._file.close()
+                self._file = self._path.open("a", buffering=1)
+            else:
+                self._file.write(json.dumps(self._last) + "\n")
         except OSError as error:
             why = error.strerror or error
             raise UserError(f"{self._path} could not be written to ({why}); checkpoints are intact.") from error

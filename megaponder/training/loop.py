@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 from megaponder.checkpoint.local import Local
 from megaponder.config.schema import RunConfig
 from megaponder.engine.groups import Groups
+from megaponder.monitor.row import Row
 from megaponder.monitor.start_end import ending, started, starting
 from megaponder.ranks import on_first_rank
 from megaponder.training import adaptive_alpha, tasks
@@ -40,6 +42,8 @@ def loop(run: Run) -> int:
     """Steps until the budget is spent (returns 0) or all ranks agree to stop (what asked for it)."""
     cfg, clock, engine, optimizer, faults = run.cfg, run.clock, run.engine, run.optimizer, run.faults
     starting("first_step")
+    if run.state.evaluation_due:
+        catch_up(run)
     while run.state.step < run.total and not faults.starved:
         before = run.batches.skip_left_out(run.state)
         step = before.step + 1
@@ -87,26 +91,46 @@ def loop(run: Run) -> int:
             continue
 
         row = run.report.row(step, state.sequences, state.tokens, batch, out, norm)
-        by_depth = cfg.train.eval_depths_every > 0 and _every(cfg.train.eval_depths_every, step, run.total)
-        if run.batches.valid and (by_depth or _every(cfg.train.eval_every, step, run.total)):
-            with engine.whole_parameters(), clock.phase("evaluation"):
-                valid = evaluate(cfg, engine, run.batches.valid, run.stop, lambda: clock.enter("evaluation"), by_depth)
-            if valid is not None:
-                run.report.add(row, valid, faults.evaluated(step, valid.loss, run.batches.valid))
+        run.state = state = replace(state, evaluation_due=not validate(run, row))
+        write(run, row)
         saves = not faults.skips  # a rollback must find good weights
         if cfg.train.tasks and saves and _every(cfg.train.tasks_every, step, run.total):
             save(run)
-            saves = False
             with clock.phase("evaluation"):
-                row.values |= tasks.evaluate(run)
-        if row.values:
-            row.values |= run.spent.told(state)
-            run.monitor.write(row)
-        if saves and _every(cfg.checkpoint.every, step, run.total):
+                write(run, Row(step, state.sequences, state.tokens, tasks.evaluate(run)))
+        elif saves and _every(cfg.checkpoint.every, step, run.total):
             save(run)
         elif saves and run.local is not None and _every(cfg.checkpoint.local_every, step, run.total):
             save_locally(run, run.local)
     return 0
+
+
+def validate(run: Run, row: Row) -> bool:
+    """Add the evaluation that is due after the row's step, if one is; False if a request to stop interrupted it."""
+    train, clock, step = run.cfg.train, run.clock, row.step
+    by_depth = train.eval_depths_every > 0 and _every(train.eval_depths_every, step, run.total)
+    if not run.batches.valid or not (by_depth or _every(train.eval_every, step, run.total)):
+        return True
+    with run.engine.whole_parameters(), clock.phase("evaluation"):
+        valid = evaluate(run.cfg, run.engine, run.batches.valid, run.stop, lambda: clock.enter("evaluation"), by_depth)
+    if valid is None:
+        return False
+    run.report.add(row, valid, run.faults.evaluated(step, valid.loss, run.batches.valid))
+    return True
+
+
+def catch_up(run: Run) -> None:
+    """Do the evaluation that the run's last stop interrupted; its values join the row of their step."""
+    row = Row(run.state.step, run.state.sequences, run.state.tokens)
+    run.state = replace(run.state, evaluation_due=not validate(run, row))
+    write(run, row)
+
+
+def write(run: Run, row: Row) -> None:
+    """Write a row that has values, with what the run has spent up to here."""
+    if row.values:
+        row.values |= run.spent.told(run.state)
+        run.monitor.write(row)
 
 
 def save(run: Run) -> None:

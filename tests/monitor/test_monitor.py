@@ -75,6 +75,21 @@ def test_after_a_resume_the_series_is_one(tmp_path):
     assert [json.loads(t)["step"] for t in (tmp_path / jsonl.SUPERSEDED).read_text().splitlines()] == [5, 6]
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+def test_what_comes_later_about_the_last_step_joins_its_row(tmp_path, restarted: bool):
+    lines = jsonl.JsonLines(tmp_path)
+    for row in rows([1, 2]):
+        lines.write(row)
+    if restarted:
+        lines.close()
+        jsonl.rewind(tmp_path, 2)
+        lines = jsonl.JsonLines(tmp_path)
+    lines.write(Row(2, 4, 40, {"validation_loss": 0.75}))
+    lines.write(rows([3])[0])
+    found = jsonl.read(tmp_path / jsonl.NAME)
+    assert found == [rows([1])[0].flat(), rows([2])[0].flat() | {"validation_loss": 0.75}, rows([3])[0].flat()]
+
+
 def test_a_lone_broken_line_does_not_spoil_the_first_row(tmp_path):
     (tmp_path / jsonl.NAME).write_text('{"st')
     assert jsonl.rewind(tmp_path, 0) == (0, 0)

@@ -96,17 +96,17 @@ def _watch_memory(steps: set[int], found: dict[int, dict[str, Any]]) -> None:
 
 
 def _at_evaluation(number: int) -> None:
-    """A signal arrives while the first batch of an evaluation is computed."""
-    from megaponder.engine.step import Engine
+    """A signal arrives before the first batch of an evaluation."""
+    from megaponder.monitor.phases import PhaseClock
 
-    original = Engine.forward_backward
+    original = PhaseClock.enter
 
-    def forward_backward(self: Any, batches: Any, step: int, train: bool) -> Any:
-        if not train:
+    def enter(self: Any, phase: str, *rest: Any) -> None:
+        if phase == "evaluation":
             os.kill(os.getpid(), number)
-        return original(self, batches, step, train)
+        original(self, phase, *rest)
 
-    _replace(Engine, "forward_backward", forward_backward)
+    _replace(PhaseClock, "enter", enter)
 
 
 def _stall(first: int, seconds: float, number: int = 0) -> None:

@@ -21,6 +21,7 @@ from megaponder.training.stragglers import slowest
 from tests.distributed import Workers, free_port
 from tests.layouts.cases import WHOLE
 from tests.training.conftest import Base
+from tests.training.test_resume import assert_overlays
 
 HERE = "tests.training.fault_workers"
 
@@ -98,11 +99,14 @@ def test_a_spike_is_skipped_and_the_last_losses_survive_a_restart(base: Base, on
     assert after.losses[:-1] == before.losses[-7:] and len(after.norms) == 8
 
 
-def test_a_signal_in_an_evaluation_saves(base: Base, one: Any) -> None:
+def test_a_signal_in_an_evaluation_saves_and_the_next_start_does_the_evaluation(base: Base, one: Any) -> None:
     results, texts = one
     assert "Stopped by SIGUSR1 after step 4; it is saved." in texts["evaluation"]
     assert results["evaluation-first"] == 75 and results["evaluation"] == 0
-    assert base.rows("one/evaluation")[8]["loss"] == base.rows()[8]["loss"]
+    root = base.root / "one" / "evaluation" / "checkpoints"
+    assert [load_state(folder.final(root, step))[0].evaluation_due for step in (4, 8)] == [True, False]
+    assert_overlays(base, "one/evaluation", exact=True)
+    assert set(base.rows("one/evaluation")[4]) >= set(base.rows()[4]) - {"checkpoint_seconds", "checkpoint_bytes"}
 
 
 def test_a_signal_while_data_stall_saves(base: Base, one: Any) -> None:
