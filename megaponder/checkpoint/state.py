@@ -65,9 +65,7 @@ class TrainState:
     def after(self, batch: int, sequence_length: int) -> TrainState:
         """The position one step later."""
         tokens = self.tokens + batch * sequence_length
-        return replace(
-            self, step=self.step + 1, sequences=self.sequences + batch, tokens=tokens, evaluation_due=False
-        )
+        return replace(self, step=self.step + 1, sequences=self.sequences + batch, tokens=tokens, evaluation_due=False)
 
 
 @dataclass
