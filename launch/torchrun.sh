@@ -74,23 +74,31 @@ export MEGAPONDER_BEGUN_FILE=$own/begun
 read -r -a launcher <<<"${LAUNCHER:-torchrun}"
 command -v "${launcher[0]}" >/dev/null || refuse "LAUNCHER = '${launcher[0]}': there is no such command here."
 
+asked=0 # exit code for a signal that ends the ranks before they can write their own
+due='' woken=''
+pass_on() {
+  if [ -n "$due" ] && [ -n "${!:-}" ]; then # there is a child; it may have ended
+    kill "-$due" "$!" 2>/dev/null || true
+    due=''
+  fi
+}
+trap 'asked=143 due=TERM woken=1; pass_on' TERM
+trap 'asked=130 due=INT woken=1; pass_on' INT
+trap 'woken=1; touch "$MEGAPONDER_REQUEUE_FILE"' USR1 USR2
+
 # Without the --, torchrun under Python 3.12 and older reads our --run as an abbreviation of one of its options.
 (
   trap '' USR1 USR2 # Slurm may send them to every process of a step
   exec "${launcher[@]}" "${rendezvous[@]}" --nproc-per-node "$nproc_per_node" -m -- megaponder train "$@"
 ) &
 child=$!
-asked=0 # exit code for a signal that ends the ranks before they can write their own
-trap 'asked=143; kill -TERM "$child"' TERM
-trap 'asked=130; kill -INT "$child"' INT
-trap 'touch "$MEGAPONDER_REQUEUE_FILE"' USR1 USR2
+pass_on # what came before there was a child
 
-code=0
-wait "$child" || code=$?
-while kill -0 "$child" 2>/dev/null; do # a trap has ended the wait, not the child
-  code=0
+until
+  woken='' code=0
   wait "$child" || code=$?
-done
+  [ -z "$woken" ] # a trap has ended the wait, not the child, whose code is kept if it has ended meanwhile
+do :; done
 if [ -s "$MEGAPONDER_EXIT_FILE" ]; then
   code=$(sort -n "$MEGAPONDER_EXIT_FILE" | head -n 1)
 elif [ "$code" -ne 0 ] && [ "$asked" -ne 0 ]; then

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -130,7 +130,7 @@ def _heed() -> None:
 def begun(script: Path, fakes: Path, torchrun: str, **more: str) -> subprocess.Popen[str]:
     """A script whose torchrun has said `begun`."""
     # not `sleep` alone: bash 5.2 sends itself SIGINT for ever if one arrives as a command in the foreground ends
-    turns = f"for i in {{1..200}}; do {LOOK}; sleep 0.05 & wait $!; done"
+    turns = f"for i in {{1..12000}}; do {LOOK}; sleep 0.05 & wait $!; done"
     program(fakes, "torchrun", f"{torchrun}\necho begun\n{turns}; exit 9")
     command = ["bash", str(script), "c.yaml"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -165,6 +165,31 @@ def test_torchrun_survives_usr1(fakes: Path) -> None:
     process = begun(SCRIPTS[0], fakes, "kill -USR1 $$")
     process.send_signal(signal.SIGUSR1)
     assert process.wait(timeout=300) == 75
+
+
+@pytest.mark.parametrize("name", ["TERM", "INT"])
+def test_a_signal_as_the_ranks_begin_reaches_them(fakes: Path, name: str) -> None:
+    """It comes when there is a child, and the script has not noted it yet."""
+    program(fakes, "torchrun", "for i in {1..12000}; do sleep 0.05 & wait $!; done; exit 9")
+    early = fakes / "early"
+    early.write_text(f"trap 'case $BASH_COMMAND in \"child=\\$!\") kill -{name} $$;; esac' DEBUG\n")
+    command = ["bash", str(SCRIPTS[0]), "c.yaml"]
+    done = subprocess.run(command, env=environment(fakes, BASH_ENV=str(early)), timeout=300, preexec_fn=_heed)
+    assert done.returncode == {"TERM": 143, "INT": 130}[name]
+
+
+@pytest.mark.parametrize(("script", "child"), [(SCRIPTS[0], "torchrun"), (SCRIPTS[1], "srun")])
+def test_the_ranks_end_while_a_signal_is_heeded(fakes: Path, script: Path, child: str) -> None:
+    """Their exit code counts, not that of the wait which the signal has ended."""
+    gone = f'while kill -0 "$(cat {fakes}/pid)" 2>/dev/null; do sleep 0.02; done'
+    program(fakes, "touch", f'"{shutil.which("touch")}" "$@"\n{gone}')
+    saves = 'until [ -e "$MEGAPONDER_REQUEUE_FILE" ]; do sleep 0.02; done'
+    program(fakes, child, f"echo $$ > {fakes}/pid\necho begun\n{saves}")
+    more = SLURM | {"SLURM_JOB_ID": "36", "PREFLIGHT": "0"}
+    process = subprocess.Popen(["bash", str(script), "c.yaml"], env=environment(fakes, **more), stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"begun\n"
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(timeout=300) == 0
 
 
 def test_without_configuration_prints_usage(fakes: Path) -> None:
@@ -208,7 +233,6 @@ def test_the_exit_code_decides_about_the_queue(fakes: Path, code: int, restarts:
 
 def test_the_sign_before_the_limit_saves_and_requeues(fakes: Path) -> None:
     process = begun(SCRIPTS[1], fakes, ":", SLURM_JOB_ID="34", PREFLIGHT="0", **SLURM)
-    time.sleep(0.2)
     process.send_signal(signal.SIGUSR1)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 75, err
