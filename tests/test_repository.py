@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megaponder"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
-    {"config", "decoding", "errors", "files", "ranks"},
+    {"config", "decoding", "errors", "files", "processes", "ranks"},
     {"ponder", "backbone", "data"},
     {"engine"},
     {"checkpoint", "plan", "monitor"},

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock, Timeout
 
-from megaponder import files
+from megaponder import files, processes
 from megaponder.data.checked import CheckedArray, CheckedFile
 from megaponder.errors import UserError
 
@@ -82,7 +82,7 @@ def _remove_orphans(folder: Path) -> None:
     host = socket.gethostname()
     for orphan in folder.parent.glob(f"{folder.name}.tmp-{host}-*"):
         pid = orphan.name.rsplit("-", 2)[1]
-        if not Path("/proc").is_dir() or (pid.isdigit() and not Path("/proc", pid).exists()):
+        if pid.isdecimal() and not processes.runs(int(pid)):
             shutil.rmtree(orphan, ignore_errors=True)
 
 

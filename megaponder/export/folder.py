@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megaponder import files
+from megaponder import files, processes
 from megaponder.errors import UserError
 
 SHARD_BYTES = 5 * 10**9
@@ -87,7 +87,7 @@ def _lives(owner: str, since: float) -> bool:
     if host != socket.gethostname() or not pid.isdecimal():
         return bool(host) and time.time() - since < _DAY
     try:  # the process id may have been reused by another program
-        return psutil.Process(int(pid)).create_time() <= since
+        return processes.runs(int(pid)) and psutil.Process(int(pid)).create_time() <= since
     except psutil.Error:
         return False
 

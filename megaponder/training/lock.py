@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 from filelock import FileLock
 
-from megaponder import files
+from megaponder import files, processes
 from megaponder.errors import UserError
 
 BEAT = 10.0
@@ -100,6 +100,7 @@ class RunLock:
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "started": psutil.Process().create_time(),
+            "birth": processes.birth(os.getpid()),
             "job": os.environ.get("SLURM_JOB_ID"),
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
@@ -126,7 +127,12 @@ class RunLock:
     def _alive(self, owner: dict[str, Any]) -> bool:
         job = os.environ.get("SLURM_JOB_ID")
         if owner["host"] == socket.gethostname():
-            try:  # the process id may have been reused by another program
+            if not processes.runs(owner["pid"]):
+                return False
+            born = processes.birth(owner["pid"])  # the process id may have been reused by another program
+            if born is not None and isinstance(owner.get("birth"), str):
+                return born == owner["birth"]
+            try:
                 return abs(psutil.Process(owner["pid"]).create_time() - owner["started"]) < 2
             except psutil.NoSuchProcess:
                 return False

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ def build():
     print("building", flush=True)
     time.sleep(delay)
     return {"a": np.arange(100000), "b": np.ones((3, 4), np.int32)}
-arrays = cached_arrays(root, key, ("a", "b"), build, 60)
+arrays = cached_arrays(root, key, ("a", "b"), build, 600)
 print(int(arrays["a"][:].sum()), arrays["b"].shape, flush=True)
 """
 
@@ -49,12 +50,15 @@ def test_builder_killed(tmp_path: Path) -> None:
     run = _worker(tmp_path, delay=60)
     assert run.stdout is not None and run.stdout.readline() == "building\n"
     waiting = _worker(tmp_path)
-    orphan = tmp_path / f"k.tmp-{__import__('socket').gethostname()}-{run.pid}-00"
+    earlier = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, earlier.pid, os.WEXITED | os.WNOWAIT)  # nobody has waited for it
+    orphan = tmp_path / f"k.tmp-{socket.gethostname()}-{earlier.pid}-00"
     orphan.mkdir()  # as if it had begun to write
     run.send_signal(signal.SIGKILL)
     run.wait()
     assert waiting.communicate()[0].splitlines() == ["building", "4999950000 (3, 4)"]
     assert not orphan.exists()
+    earlier.wait()
 
 
 def test_deadline_names_the_file(tmp_path: Path) -> None:
@@ -62,7 +66,7 @@ def test_deadline_names_the_file(tmp_path: Path) -> None:
         began = time.monotonic()
         with pytest.raises(UserError, match=r"k\.lock: another process has held this lock for more than 1 s"):
             cached_arrays(tmp_path, "k", ("a",), _build, 1.0)
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 300
 
 
 def test_published_by_others_ends_the_wait(tmp_path: Path) -> None:
