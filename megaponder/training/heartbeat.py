@@ -3,8 +3,9 @@
 A thread of each rank writes `<run>/ranks/00003.json` (host, process, step, phase) a few times per `limit`.  When its
 own rank has not moved for `limit`, it writes the stacks of its threads to `<run>/stacks/00003.txt`, its last
 collectives (`flight_recorder`) beside them, and reads the files of the others: a rank whose file is old is frozen or
-dead; otherwise the others wait for the one furthest behind.  It uses files instead of a store, because a store dies or
-freezes with the rank that hosts it.
+dead; otherwise the others wait for the one furthest behind.  The first rank that is alive names it, and again if it is
+another one later, or has died since.  It uses files instead of a store, because a store dies or freezes with the rank
+that hosts it.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import psutil
 import torch.distributed as dist
 
+from megaponder import processes
 from megaponder.errors import LOST, LostRank, is_lost_connection
 from megaponder.monitor.phases import OUTSIDE, PHASES, Now, PhaseClock
 from megaponder.ranks import on_first_rank
@@ -59,6 +60,8 @@ class Heartbeat:
         self._clock = clock
         clock.listeners.append(self._entered)
         self._reported: Now | None = None
+        self._named: list[Any] | None = None
+        """Whom this rank has named in the hang that it reported, if it is the one that does."""
         self._monitor = RankMonitor()
         self._end, self._woken = threading.Event(), threading.Event()
         _live.add(self)
@@ -96,17 +99,15 @@ class Heartbeat:
         self._end.set()
         self._woken.set()
 
-    def blame(self) -> str:
+    def blame(self, ranks: list[dict[str, Any]] | None = None) -> str:
         """The rank that the others wait for, or that is lost, in words without a full stop."""
-        ranks = self._ranks()
+        ranks = ranks or self._ranks()
         gone = [r for r in ranks if r["gone"]]
         if gone:
             return "; ".join(_words(r) for r in gone)
-        order = {(r["step"], PHASES.index(r["phase"])) for r in ranks}
-        step, phase = min(order)
-        if len(order) == 1:
-            return f"all {self.world} ranks are in {PHASES[phase]} of step {step} and alive"
-        last = [r for r in ranks if (r["step"], r["phase"]) == (step, PHASES[phase])]
+        last = _last(ranks)
+        if len(last) == len(ranks):
+            return f"all {self.world} ranks are in {last[0]['phase']} of step {last[0]['step']} and alive"
         return "the others wait for " + "; ".join(_words(r) for r in last)
 
     def _watch(self) -> None:
@@ -118,9 +119,13 @@ class Heartbeat:
             with contextlib.suppress(OSError):  # a full disk: the training loop reports it
                 self._write()
                 now, since = self._clock.now, self._clock.idle()
-                if since > self.limit and self._reported != now:
-                    self._reported = now
-                    self._report(now, since)
+                if since > self.limit:
+                    first = self._reported != now
+                    if first:
+                        self._reported, self._named = now, None
+                        self._write_stacks(now, since)
+                    if first or self._named is not None:  # many ranks need not read many files all the time
+                        self._tell(now, since)
                 if since > self.deadline and now.phase != "start" and self._hopeless():
                     self._give_up()
 
@@ -131,14 +136,19 @@ class Heartbeat:
         """
         return any(r["dead"] or r["age"] > self.limit for r in self._ranks())
 
-    def _report(self, now: Now, since: float) -> None:
+    def _write_stacks(self, now: Now, since: float) -> None:
         self.stacks.mkdir(parents=True, exist_ok=True)
         with (self.stacks / f"{self.rank:05d}.txt").open("w") as file:
             print(f"rank {self.rank}: {now.phase} of step {now.step} for {since:.0f} s", file=file, flush=True)
             faulthandler.dump_traceback(file, all_threads=True)
         flight_recorder.write(self.stacks, self.rank)
-        if self.rank == min((r["rank"] for r in self._ranks() if not r["gone"]), default=0):
-            blame = self.blame()
+
+    def _tell(self, now: Now, since: float) -> None:
+        """Name the rank, if this one is the first that is alive and has not named it yet."""
+        ranks = self._ranks()
+        named = [(r["rank"], r["gone"], r["dead"]) for r in [r for r in ranks if r["gone"]] or _last(ranks)]
+        if named != self._named and self.rank == min(r["rank"] for r in ranks if not r["gone"]):
+            self._named, blame = named, self.blame(ranks)
             fault_record.write(self.record, "hang", step=now.step, blame=blame)
             print(
                 f"warning: no progress for {since:.0f} s: {blame}. Stacks and last collectives of the ranks: "
@@ -181,10 +191,16 @@ class Heartbeat:
                 said["age"] = now - self._path(rank).stat().st_mtime
             except (OSError, ValueError):
                 said = {"rank": rank, "host": "?", "pid": 0, "step": 0, "phase": "start", "age": float("inf")}
-            said["dead"] = said["host"] == socket.gethostname() and not _runs(said["pid"])
+            said["dead"] = said["host"] == socket.gethostname() and not processes.runs(said["pid"])
             said["gone"] = said["dead"] or said["age"] > MISSED * self.beat
             found.append(said)
         return found
+
+
+def _last(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those furthest behind."""
+    places = [(r["step"], PHASES.index(r["phase"])) for r in ranks]
+    return [r for r, place in zip(ranks, places, strict=True) if place == min(places)]
 
 
 def _words(said: dict[str, Any]) -> str:
@@ -196,10 +212,3 @@ def _words(said: dict[str, Any]) -> str:
     if said["gone"]:
         return f"{who}, last seen {place}, has not reported for {said['age']:.0f} s"
     return f"{who}, {place}"
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

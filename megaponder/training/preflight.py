@@ -60,10 +60,12 @@ def preflight(cfg: RunConfig, deadline: float = DEADLINE) -> None:
         report = look(cfg, here) | {"error": None, "data": data}
     except UserError as error:  # it may concern one rank only; all must be told
         report = look(cfg, here) | {"error": str(error), "data": {}}
+    reports: dict[int, Report] = {}
     with _token(store, here, cfg, deadline) as report["unshared"]:
         store.set(f"report/{here.rank}", json.dumps(report))
         if here.rank == 0:
-            lines, problem = conclude(_collect(store, here.world_size, begin + deadline), here.world_size, deadline)
+            reports = _collect(store, here.world_size, begin + deadline)
+            lines, problem = conclude(reports, here.world_size, deadline)
     if here.rank == 0:
         store.set("verdict", json.dumps(problem))
         print("\n".join(lines), flush=True)
@@ -76,8 +78,8 @@ def preflight(cfg: RunConfig, deadline: float = DEADLINE) -> None:
     if here.rank != 0:  # rank 0 must not close the store before the others have read it
         store.add("read", 1)
     else:
-        end = time.monotonic() + 5
-        while store.add("read", 0) < here.world_size - 1 and time.monotonic() < end:
+        end = time.monotonic() + deadline
+        while store.add("read", 0) < len(reports) - 1 and time.monotonic() < end:
             time.sleep(0.05)
     if problem is not None:
         raise UserError(problem)
@@ -216,14 +218,16 @@ def _connect(here: Place, deadline: float) -> Any:
 
 
 def _collect(store: Any, world: int, end: float) -> dict[int, Report]:
-    """Reports by rank, as many as arrive until `end`."""
+    """Reports by rank, as many as arrive until `end`; rank 0's own has."""
     reports: dict[int, Report] = {}
-    while len(reports) < world and time.monotonic() < end:
+    while True:
+        over = time.monotonic() >= end
         for rank in set(range(world)) - set(reports):
             if store.check([f"report/{rank}"]):
                 reports[rank] = json.loads(store.get(f"report/{rank}"))
+        if over or len(reports) == world:
+            return reports
         time.sleep(0.05)
-    return reports
 
 
 def _checkpoint_bytes(cfg: RunConfig) -> int:

@@ -10,9 +10,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from megaponder.errors import UserError
+from megaponder.monitor import jsonl
 from tests.training.workers import config
 
 Fault = Callable[[Any, int, Any], Any]
@@ -109,20 +111,56 @@ def _at_evaluation(number: int) -> None:
     _replace(PhaseClock, "enter", enter)
 
 
-def _stall(first: int, seconds: float, number: int = 0) -> None:
-    """Storage stalls when the batch that begins with sequence `first` is read; a signal arrives meanwhile."""
+def _stall(first: int, meanwhile: Callable[[], None]) -> None:
+    """Storage stalls when the batch that begins with sequence `first` is read, until `meanwhile` is done."""
     from megaponder.data.stream import SampleStream
 
     original = SampleStream.item
 
     def item(self: Any, index: int) -> Any:
         if index == first and self.field == "data.train":
-            if number:
-                threading.Timer(2.0, lambda: os.kill(os.getpid(), number)).start()
-            time.sleep(seconds)
+            meanwhile()
         return original(self, index)
 
     _replace(SampleStream, "item", item)
+
+
+def _signal_in_data(step: int, number: int) -> Callable[[], None]:
+    """A signal once the run has come to this step's data, which are read ahead; then nothing, for ever."""
+    from megaponder.monitor.phases import PhaseClock
+
+    original, there = PhaseClock.enter, threading.Event()
+
+    def enter(self: Any, phase: str, at: int | None = None) -> None:
+        original(self, phase, at)
+        if (phase, at) == ("data", step):
+            there.set()
+
+    _replace(PhaseClock, "enter", enter)
+
+    def meanwhile() -> None:
+        there.wait()
+        os.kill(os.getpid(), number)
+        time.sleep(1000)  # far longer than the test may take
+
+    return meanwhile
+
+
+def _until_told(run: Path) -> None:
+    """Wait until rank 0 names the rank that it waits for and both have written their stacks, and keep these."""
+
+    def told() -> bool:
+        events, stacks = jsonl.read(run / "faults.jsonl"), [run / "stacks" / f"0000{r}.txt" for r in (0, 1)]
+        named = any(e["event"] == "hang" and e["blame"].startswith("the others wait for rank 1 on ") for e in events)
+        # what a slow machine wrote while it stood still before is overwritten
+        return named and all(
+            p.exists() and word in p.read_text() for p, word in zip(stacks, ("agreed", "wait"), strict=True)
+        )
+
+    end = time.monotonic() + 300
+    while not told() and time.monotonic() < end:
+        time.sleep(0.1)
+    shutil.copytree(run / "stacks", run / "stacks-then")
 
 
 def _full_disk(engine: Any, step: int, out: Any) -> Any:
@@ -178,7 +216,7 @@ def one_process(root: str, data: str) -> dict[str, Any]:
     job("evaluation")
     results["evaluation-first"] = results["evaluation"]
     job("evaluation")
-    _stall(16, 1000, signal.SIGUSR2)  # far longer than the test may take
+    _stall(16, _signal_in_data(5, signal.SIGUSR2))
     job("stall", train__eval_batches=0)
 
     def stop_file(engine: Any, step: int, out: Any) -> Any:
@@ -210,6 +248,20 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def _slow_forward(seconds: float) -> None:
+    """Every forward takes this long by the clock that measures it, longer than any that a busy machine holds up."""
+    from megaponder.engine import pipelined, stopwatch
+
+    original, late = pipelined._forward, [0.0]
+
+    def forward(*rest: Any) -> Any:
+        late[0] += seconds
+        return original(*rest)
+
+    _replace(pipelined, "_forward", forward)
+    _replace(stopwatch, "time", SimpleNamespace(perf_counter=lambda: time.perf_counter() + late[0]))
+
+
 def two_processes(root: str, data: str) -> dict[str, Any]:
     """Skipped steps on each layout (names of what the step has changed), a slow rank and a stalled one."""
     from megaponder.training import setup
@@ -226,14 +278,11 @@ def two_processes(root: str, data: str) -> dict[str, Any]:
             results[f"changed-{name}-{step}"] = _changes(found[step], found[step + 1])
 
     if last:
-        from megaponder.engine import pipelined as module
-
-        original = module._forward
-        _replace(module, "_forward", lambda *a: (time.sleep(1.0), original(*a))[1])
+        _slow_forward(100.0)
     results["slow"] = _train({"run": f"{root}/slow", "data": data, "train__steps": 3, "train__eval_batches": 0})
     _replace(setup, "patience", lambda cfg: (6.0, 1000.0))
     if last:
-        _stall(10, 16)
+        _stall(10, lambda: _until_told(Path(root, "stalled")))
     results["stalled"] = _train({"run": f"{root}/stalled", "data": data, "train__steps": 3, "train__eval_batches": 0})
     return results
 
@@ -274,19 +323,26 @@ def command(hang: float, deadline: float, fault: str = "", **job: Any) -> None:
 
 def checks_before(ports: list[int], **job: Any) -> list[str | None]:
     """Pre-flights of two processes: all well; another configuration on rank 1; no rank 1 at all.  The sentences."""
-    from megaponder.training.preflight import preflight
+    from megaponder.training import preflight as module
 
-    sentences: list[str | None] = []
-    other = {"optimizer__lr": 0.5} if os.environ["RANK"] == "1" else {}
-    for port, changes, deadline in zip(ports, ({}, other, {}), (300.0, 300.0, 3.0), strict=True):
-        if deadline < 100 and os.environ["RANK"] == "1":
-            break
+    first, late = os.environ["RANK"] == "0", [0.0]
+
+    def sleep(seconds: float) -> None:
+        late[0] += 100.0
+        time.sleep(seconds)
+
+    def check(port: int, **changes: Any) -> str | None:
         os.environ["MASTER_PORT"] = str(port)
         try:
-            preflight(config(**job | changes), deadline)
-            sentences.append(None)
+            module.preflight(config(**job | changes), 300.0)
         except UserError as error:
-            sentences.append(str(error))
+            return str(error)
+        return None
+
+    sentences = [check(ports[0]), check(ports[1], **{} if first else {"optimizer__lr": 0.5})]
+    if first:  # whose time flies
+        _replace(module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + late[0], sleep=sleep))
+        sentences.append(check(ports[2]))
     return sentences
 
 
