@@ -6,6 +6,7 @@ import gc
 import os
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests import forks
 
@@ -31,6 +32,15 @@ LONG = (
     "ponder",
 )
 """Files and folders that several processes start with, so that none is left with a long one at the end."""
+
+
+# What a machine does in the meantime is no fault of what is tested, and what one passes all pass: with
+# MEGAPONDER_WHOLE_MATRIX=1 there are other examples each time.
+settings.register_profile(
+    "tests", deadline=None, derandomize="MEGAPONDER_WHOLE_MATRIX" not in os.environ,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)  # fmt: skip
+settings.load_profile("tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:

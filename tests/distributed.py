@@ -109,11 +109,19 @@ class Workers:
             if any(codes):
                 deadline = min(deadline, time.monotonic() + 60)
             if time.monotonic() > deadline:
-                self.signal(signal.SIGUSR1)  # makes each of them print where it is
-                time.sleep(0.5)
+                self._ask_where()
                 self.kill()
                 raise AssertionError(f"{self.target}: exit codes {codes} at the time limit\n{self.output()}")
             self._processes[codes.index(None)].wait(0.2)
+
+    def _ask_where(self) -> None:
+        """Let each that still runs print where it is, and wait a little until it has begun to."""
+        before, end = [len(self.output(r)) for r in range(self.world_size)], time.monotonic() + 20
+        asked = [r for r, code in enumerate(self.poll()) if code is None]
+        self.signal(signal.SIGUSR1)
+        while any(len(self.output(r)) == before[r] for r in asked) and time.monotonic() < end:
+            time.sleep(0.05)
+        time.sleep(0.3)
 
     def wait(self, timeout: float = 900) -> list[Any]:
         """Return values in rank order; AssertionError with all output if a worker failed or left by `os._exit`."""

@@ -91,9 +91,17 @@ class Process:
 def main() -> None:
     """Run what `python` would run with the arguments behind the address, in a forked process, and end as it ends."""
     _, address, *arguments = sys.argv
+    passed_on = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+    signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)  # until there is somebody to pass them on to
     process = Process({"arguments": arguments, "folder": os.getcwd(), "env": dict(os.environ)}, [0, 1, 2], address)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT):
-        signal.signal(number, lambda got, _: os.kill(process.pid, got))
+
+    def pass_on(number: int, _: object) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(process.pid, number)
+
+    for number in passed_on:
+        signal.signal(number, pass_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
     code = process.wait()
     assert code is not None
     if code < 0:

@@ -24,7 +24,7 @@ def fail_on_one() -> None:
 
 def sleep() -> None:
     print("asleep")
-    time.sleep(100)
+    time.sleep(600)
 
 
 def test_results_come_in_rank_order():
@@ -40,15 +40,18 @@ def test_a_failure_shows_the_workers_output():
 
 def test_the_time_limit_kills_and_shows_the_output():
     workers = Workers(f"{HERE}:sleep", 2)
+    while any("asleep" not in workers.output(rank) for rank in range(2)):
+        assert workers.poll() == [None, None], workers.output()
+        time.sleep(0.02)
     with pytest.raises(AssertionError, match=r"asleep\n(.*\n)*.*in sleep"):
-        workers.wait(timeout=3)
+        workers.wait(timeout=0.1)
     assert workers.poll() == [-9, -9]
 
 
 def test_signals_reach_the_workers():
     workers = Workers(f"{HERE}:sleep", 2)
     workers.signal(signal.SIGTERM)
-    assert workers.join(timeout=10) == [-signal.SIGTERM] * 2
+    assert workers.join(timeout=300) == [-signal.SIGTERM] * 2
 
 
 def test_two_runs_on_one_machine_choose_different_ports():

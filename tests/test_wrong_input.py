@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaponder.checkpoint import manifest
@@ -38,7 +38,7 @@ from megaponder.ponder.settings import method_of
 from tests.checkpoint.test_folder import save
 from tests.data_pipeline.make import jsonl
 
-MANY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+MANY = settings(max_examples=60)
 FIELDS = {name: field for name, field in all_fields().items() if "." in name}
 
 plain = st.recursive(
@@ -222,7 +222,7 @@ def test_every_line_is_a_text_or_a_problem(lines: list[bytes]) -> None:
             assert json.loads(line)["text"] == item
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     st.binary(min_size=1, max_size=30).filter(lambda line: b"\n" not in line and line.strip() and not _is_text(line))
 )
@@ -297,7 +297,7 @@ HF: dict[str, dict[str, Any]] = {
 }
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_odd_fields_of_imported_models(data: st.DataObject) -> None:
     """A model section that the rules accept, or a sentence."""
@@ -326,7 +326,7 @@ def test_an_imported_size_that_is_too_large_is_refused_at_once() -> None:
         run_config(hf, Path("hf"), Path("run"), frozenset())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.dictionaries(st.sampled_from([*sorted(PONDER_FIELDS.values()), "method", "method_options"]), plain, max_size=2)
 )

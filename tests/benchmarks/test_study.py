@@ -166,7 +166,7 @@ from benchmarks.study import evaluation, run
 real, words = subprocess.Popen, [sys.executable, "-c", {TRAIN!r}, sys.argv[2]]
 run.subprocess.Popen = lambda *_, **__: real(words)
 evaluation.prepare = lambda: None
-evaluation.evaluate = lambda *_: (print("evaluates", flush=True), time.sleep(99))
+evaluation.evaluate = lambda *_: (print("evaluates", flush=True), time.sleep(999))
 sys.exit(run.main(Path(sys.argv[1])))
 """
 
@@ -176,9 +176,9 @@ def test_rows_end_with_the_queue(tmp_path: Path) -> None:
     task = tmp_path / "row.json"
     queue.write(task, {"config": {"run": str(tmp_path / "run")}, "corpus": None})
     deaf = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(99)"
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(999)"
     )
-    lines = ([ROW, str(task), "99"], [ROW, str(task), "0"], [deaf])
+    lines = ([ROW, str(task), "999"], [ROW, str(task), "0"], [deaf])
     every = [
         subprocess.Popen([sys.executable, "-c", *line], stdout=subprocess.PIPE, text=True, start_new_session=True)
         for line in lines
@@ -190,7 +190,7 @@ def test_rows_end_with_the_queue(tmp_path: Path) -> None:
     every[1].send_signal(run.SAVE)  # time is nearly up: what is evaluated may end
     with pytest.raises(subprocess.TimeoutExpired):
         every[1].wait(0.3)
-    queue.end_all(every[:2], 30)
+    queue.end_all(every[:2], 300)
     queue.end_all(every[2:], 0.1)
     assert [process.returncode for process in every] == [run.STOPPED, run.STOPPED, -signal.SIGKILL]
 

@@ -70,7 +70,7 @@ def test_lists_that_tensors_share(copy: Path) -> None:
     tensor.chunks = tensor.chunks * 200_000  # type: ignore[union-attr]
     found.state_dict_metadata = {f"{name}{i}": tensor for i in range(20_000)}
     (copy / ".metadata").write_bytes(pickle.dumps(found))
-    began = time.monotonic()
+    began = time.process_time()  # of this process: the machine may be busy
     with pytest.raises(ValueError, match="several of its tensors share one list of parts"):
         reader.index(copy)
-    assert places.relative_path and time.monotonic() - began < 10
+    assert places.relative_path and time.process_time() - began < 10

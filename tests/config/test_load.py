@@ -221,7 +221,7 @@ def test_bad_overrides(tmp_path: Path, words: list[str], expected: str) -> None:
 
 def test_aliases_and_sizes_are_bounded(tmp_path: Path) -> None:
     """At once: what unfolds to hundreds of millions of values, by lists, by merges or on the command line."""
-    began = time.monotonic()
+    began = time.process_time()  # of this process: the machine may be busy
     for row, use in (
         ("[x,x,x,x,x,x,x,x,x]", "[{0},{0},{0},{0},{0},{0},{0},{0},{0}]"),
         ("{k: 1}", "{{<<: [{0},{0},{0}]}}"),
@@ -239,7 +239,7 @@ def test_aliases_and_sizes_are_bounded(tmp_path: Path) -> None:
         file.truncate(1 << 40)
     with pytest.raises(ConfigError, match="it is larger than"):
         load_config(tmp_path / "run.yaml", [])
-    assert time.monotonic() - began < 10
+    assert time.process_time() - began < 10
     shared = "data: {train: &d [data/a], valid: *d}\noptimizer: &o {lr: 0.5}\n"
     assert load_config(write(tmp_path, shared), []).data.valid == ["data/a"]  # ordinary aliases are fine
 
@@ -292,7 +292,7 @@ def test_dump_and_load_give_the_same_configuration(tmp_path: Path, preset: str) 
     assert resolve(resolve(cfg)) == resolve(cfg)
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(
     lr=st.floats(min_value=0, allow_nan=False, allow_infinity=False), run=st.text(min_size=1), weight=st.floats(0, 1)
 )

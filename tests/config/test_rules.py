@@ -363,7 +363,7 @@ def test_legal(world: int, facts: MethodFacts, machine: Machine | None, changes:
     check(config(**changes), facts, world, machine)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     tensor=st.integers(1, 40), pipeline=st.integers(1, 30), batch=st.integers(1, 300), micro=st.integers(1, 9),
     world=st.integers(1, 64), passes=st.integers(1, 5), kv=st.integers(1, 24), vocab=st.integers(2, 60000),

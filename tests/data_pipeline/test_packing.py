@@ -25,7 +25,7 @@ from tests.data_pipeline.make import EOD, config, random_documents, write_conver
 SEQ = 16
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=300))
 def test_packs_hold_everything_once(lengths: list[int]) -> None:
     packs = pack(np.array(lengths), SEQ + 1)
@@ -36,7 +36,7 @@ def test_packs_hold_everything_once(lengths: list[int]) -> None:
         assert len(packs) == 1 or sum(sorted(filled)[:2]) > SEQ + 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(mask=st.lists(st.sampled_from([0, 0, 0, 1]), min_size=2, max_size=60))
 def test_a_cut_conversation_keeps_targets(mask: list[int]) -> None:
     marks = np.array([0, *mask], np.int8)

@@ -200,13 +200,16 @@ def test_other_options_do_not_mix(options: PrepareOptions) -> None:
     assert prepare(replace(options, restart=True)).resumed_documents == 0
 
 
-SLOW = """
-import sys, time, pickle
+STOPS = """
+import sys, pickle
 from megaponder.data.prepare import prepare
 options = pickle.loads(bytes.fromhex(sys.argv[1]))
+shown = []
 def show(p):
+    shown.append(p)
     print(p.documents, flush=True)
-    time.sleep(0.02)
+    if len(shown) == 4:
+        sys.stdin.read()
 prepare(options, show)
 """
 
@@ -232,14 +235,14 @@ def _start(code: str, options: PrepareOptions, *args: str) -> subprocess.Popen[s
     import pickle
 
     command = [sys.executable, "-c", code, pickle.dumps(options).hex(), *args]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def test_kill_9_while_working(options: PrepareOptions, tmp_path: Path) -> None:
     whole = replace(options, output=str(tmp_path / "whole"))
     prepare(whole)
     killed = replace(options, workers=2, shard_bytes=1500)
-    run = _start(SLOW, killed)
+    run = _start(STOPS, killed)
     assert run.stdout is not None
     for _ in range(4):
         assert run.stdout.readline()

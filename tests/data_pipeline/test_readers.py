@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaponder.data.documents import Problem, TxtRule, documents
@@ -78,7 +78,7 @@ def test_txt_rules(tmp_path: Path, rule: str, expected: list[str]) -> None:
         assert texts([path], rule, chunk) == expected
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30)
 @given(
     text=st.text(alphabet="ab \n\r=", max_size=60),
     rule=st.sampled_from(["line", "blank", "==", "file"]),

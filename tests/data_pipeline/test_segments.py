@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import megaponder.data.segments as segments
@@ -43,7 +43,7 @@ def check(tokenizer: HuggingFaceTokenizer, texts: list[str]) -> None:
     assert flat.tolist() == [i for ids in expected for i in ids]
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300)
 @given(texts=st.lists(st.text(st.sampled_from(sorted(set(ODD))), max_size=30), max_size=4))
 @example(texts=["the  cat   sat\n\n on the mat,don't", ""])
 @example(texts=["a\xa0  word", "=\u0338 =", "x<|endoftext|>  <|endoftext|>y", "a<|endoftext|"])
@@ -52,7 +52,7 @@ def test_same_ids_on_odd_text(tokenizer: HuggingFaceTokenizer, texts: list[str])
     check(tokenizer, texts)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200)
 @given(text=st.text(st.characters(exclude_categories=("Cs",)), max_size=60))
 def test_same_ids_on_any_text(tokenizer: HuggingFaceTokenizer, text: str) -> None:
     check(tokenizer, [text, "the cat" + text + "sat"])

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megaponder.config.schema import RunConfig
@@ -35,7 +35,7 @@ def blend(tmp_path: Path) -> RunConfig:
     return config(tmp_path, [0.3, a, 0.7, b])
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(lengths=st.lists(st.sampled_from([0, 1, 2, 5, SEQ - 1, SEQ, SEQ + 1, 3 * SEQ]), min_size=1, max_size=12))
 @example(lengths=[SEQ, SEQ + 1, 1, 0])
 @example(lengths=[1])

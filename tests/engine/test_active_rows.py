@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megaponder.engine.active_rows import SIZES, Rows, places_for, unit_of
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10**6), n=st.integers(1, 70), share=st.floats(0, 1))
 def test_rows_come_back_where_they_were(seed: int, n: int, share: float) -> None:
     draw = torch.Generator().manual_seed(seed)
@@ -26,7 +26,6 @@ def test_rows_come_back_where_they_were(seed: int, n: int, share: float) -> None
         assert torch.equal(rows.index[: len(there), b], there)
 
 
-@settings(deadline=None)
 @given(sixteenths=st.integers(1, 300), b=st.sampled_from([1, 2, 3, 4, 6, 16]), share=st.floats(0, 1))
 def test_rows_for_fp8_are_multiples_of_16(sixteenths: int, b: int, share: float) -> None:
     """A sequence length that the rule for FP8 allows, such as 272 with micro-batches of 1."""

@@ -35,7 +35,7 @@ def test_the_future_changes_nothing(name: str) -> None:
     case = CASES[name]
     depths: set[float] = set()
 
-    @settings(deadline=None, max_examples=4)
+    @settings(max_examples=4)
     @given(st.integers(0, 2**20), st.integers(1, 40), st.floats(0.05, 0.8), st.floats(0, 1))
     @example(1, 40, 0.5, 0.5)  # tokens of several depths
     @example(1, 40, 0.1, 0.5)

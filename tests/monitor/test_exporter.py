@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from megaponder.config.schema import CheckpointConfig, LoggingConfig, RunConfig, TrainConfig
-from megaponder.monitor import exporter, identity, registry
+from megaponder.monitor import exporter, http_server, identity, registry
 from megaponder.monitor.monitor import Monitor
 from megaponder.monitor.phases import PhaseClock
 from megaponder.monitor.row import Row
@@ -20,6 +20,12 @@ from megaponder.monitor.samples import Samples
 from megaponder.monitor.server import health
 from megaponder.monitor.throughput import Costs
 from tests.distributed import free_port
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The endpoint waits for its client, this very process, even where that stands still."""
+    monkeypatch.setattr(http_server, "SECONDS", 1000.0)
 
 
 def get(port: int, path: str) -> str:

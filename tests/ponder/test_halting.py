@@ -22,7 +22,7 @@ from megaponder.ponder.registry import build_method
 SHAPE = Shape("llama", 2, 32)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10**6), share=st.floats(0, 1), passes=st.integers(1, 4), n=st.integers(1, 9))
 def test_smallest_takes_the_smallest_share_of_each_sequence(seed: int, share: float, passes: int, n: int) -> None:
     draw = torch.Generator().manual_seed(seed)
@@ -38,7 +38,7 @@ def test_smallest_takes_the_smallest_share_of_each_sequence(seed: int, share: fl
             assert values[..., b][chosen[..., b]].max() <= rest.min()
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10**6), share=st.floats(0, 1), passes=st.integers(1, 3), n=st.integers(1, 9))
 def test_smallest_of_each_document_is_that_of_the_document_alone(seed: int, share: float, passes: int, n: int) -> None:
     draw = torch.Generator().manual_seed(seed)

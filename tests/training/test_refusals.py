@@ -112,7 +112,7 @@ def test_what_one_rank_lacks_is_told_to_all(base: Base):
     found, _ = run("refusal_of_one_rank", 2, run=str(base.root / "absent"), data=base.data)
     [here], [there] = found[1], found[0]
     assert "absent" in here and there == f"Rank 1 on {socket.gethostname()}: {here}"
-    assert time.monotonic() - begin < 100
+    assert time.monotonic() - begin < 400, "sooner than the process groups' time-out"
     assert not (base.root / "absent" / "metrics.jsonl").exists()
 
 

@@ -18,6 +18,7 @@ import pytest
 
 from megaponder.config.load import dump
 from megaponder.errors import UserError, known
+from megaponder.monitor.jsonl import read
 from megaponder.training.shortage import RanOutError, worth_another_start
 from tests.distributed import ROOT, Workers, free_port
 from tests.training.conftest import Base
@@ -26,8 +27,9 @@ from tests.training.workers import config
 HERE = "tests.training.test_shortage"
 
 
-def train(run: str, data: str, descriptors: int, at_step: int = 0, **changes: Any) -> int:
-    """In a worker: `megaponder train` whose process may have so many descriptors, from the given step on."""
+def train(run: str, data: str, descriptors: int, at_step: int = 0, held: int = 0, **changes: Any) -> int:
+    """In a worker: `megaponder train` whose process may have so many descriptors, from the given step on; in step
+    `held` it waits for the file RUN.go."""
     from megaponder.cli.main import main
     from megaponder.engine.step import Engine
 
@@ -42,6 +44,8 @@ def train(run: str, data: str, descriptors: int, at_step: int = 0, **changes: An
             limit()
             if step == 1:  # before anything has been done
                 open(os.devnull).close()
+        while train and step == held and not os.path.exists(f"{run}.go"):
+            time.sleep(0.01)
         return original(self, batches, step, train)
 
     Engine.forward_backward = forward_backward  # type: ignore[method-assign]
@@ -74,11 +78,13 @@ def test_descriptors_that_run_out(base: Base, step: int, code: int) -> None:
 def test_idle_connections_do_not_end_a_run(base: Base) -> None:
     port, run = free_port(), base.root / "idle"
     changes = {"logging__prometheus_port": port, "train__steps": 60, "checkpoint__every": 20, "train__eval_every": 0}
-    workers = Workers(f"{HERE}:train", 1, {"run": str(run), "data": base.data, "descriptors": 256, **changes})
+    job = {"run": str(run), "data": base.data, "descriptors": 256, "held": 30}
+    workers = Workers(f"{HERE}:train", 1, job | changes)
     try:
         with ExitStack() as stack:
             deadline = time.monotonic() + 300
-            while socket.socket().connect_ex(("127.0.0.1", port)) and time.monotonic() < deadline:
+            while not read(run / "metrics.jsonl"):  # then the port is open
+                assert time.monotonic() < deadline and workers.poll() == [None], workers.output()
                 time.sleep(0.05)
             for _ in range(300):
                 client = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
@@ -86,6 +92,7 @@ def test_idle_connections_do_not_end_a_run(base: Base) -> None:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
                 assert b"megaponder_step" in answer.read()
             assert workers.poll() == [None], workers.output()
+            Path(f"{run}.go").touch()
             assert workers.wait(600) == [0], workers.output()
         assert "step_00000060" in os.listdir(run / "checkpoints")
     finally:
