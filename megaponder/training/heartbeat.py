@@ -62,6 +62,7 @@ class Heartbeat:
         self._reported: Now | None = None
         self._named: list[Any] | None = None
         """Whom this rank has named in the hang that it reported, if it is the one that does."""
+        self._ends = False
         self._monitor = RankMonitor()
         self._end, self._woken = threading.Event(), threading.Event()
         _live.add(self)
@@ -83,16 +84,24 @@ class Heartbeat:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Turns the error of a lost connection into a sentence."""
+        """Turns the error of a lost connection into a sentence, and tells the other ranks that this one ends."""
         self._monitor.close()
         self.end()
         self._thread.join()
-        if error is not None and is_lost_connection(error):
-            step, phase, _ = self._clock.now
-            end = time.monotonic() + 2  # a dying process closes its connections shortly before it exits
-            while time.monotonic() < end and not any(r["gone"] for r in self._ranks()):
-                time.sleep(0.1)
-            raise LostRank(f"Rank {self.rank} lost another rank in {phase} of step {step}: {self.blame()}.") from error
+        if error is None:
+            return
+        try:
+            if is_lost_connection(error):
+                step, phase, _ = self._clock.now
+                end = time.monotonic() + 2  # a dying process closes its connections shortly before it exits
+                while time.monotonic() < end and not any(r["gone"] for r in self._ranks()):
+                    time.sleep(0.1)
+                lost = f"Rank {self.rank} lost another rank in {phase} of step {step}: {self.blame()}."
+                raise LostRank(lost) from error
+        finally:
+            self._ends = True  # before its connections close, and where nobody else could see that its process is gone
+            with contextlib.suppress(OSError):
+                self._write()
 
     def end(self) -> None:
         """Report and watch no more."""
@@ -168,7 +177,8 @@ class Heartbeat:
 
     def _me(self) -> dict[str, Any]:
         step, phase, _ = self._clock.now
-        return {"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid(), "step": step, "phase": phase}
+        here = {"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid()}
+        return here | {"step": step, "phase": phase, "ends": self._ends}
 
     def _write(self) -> None:
         self.folder.mkdir(exist_ok=True)  # not its parent: a removed run folder must not reappear
@@ -191,7 +201,8 @@ class Heartbeat:
                 said["age"] = now - self._path(rank).stat().st_mtime
             except (OSError, ValueError):
                 said = {"rank": rank, "host": "?", "pid": 0, "step": 0, "phase": "start", "age": float("inf")}
-            said["dead"] = said["host"] == socket.gethostname() and not processes.runs(said["pid"])
+            here = said["host"] == socket.gethostname()
+            said["dead"] = said.get("ends", False) or (here and not processes.runs(said["pid"]))
             said["gone"] = said["dead"] or said["age"] > MISSED * self.beat
             found.append(said)
         return found
