@@ -100,14 +100,14 @@ class Workers:
             process.wait()
 
     def join(self, timeout: float = 900) -> list[int]:
-        """Exit codes once all have ended.  After the first failure the others get a minute; then all are killed."""
+        """Exit codes once all have ended.  After the first failure the others get three minutes; then all are killed."""
         deadline = time.monotonic() + timeout
         while True:
             codes = self.poll()
             if None not in codes:
                 return [int(c or 0) for c in codes]
             if any(codes):
-                deadline = min(deadline, time.monotonic() + 60)
+                deadline = min(deadline, time.monotonic() + 180)
             if time.monotonic() > deadline:
                 self._ask_where()
                 self.kill()

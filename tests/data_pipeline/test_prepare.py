@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
+from megaponder import processes
 from megaponder.cli.main import main
 from megaponder.data.audit import audit
 from megaponder.data.indexed import read_index
@@ -254,7 +255,7 @@ def test_kill_9_while_working(options: PrepareOptions, tmp_path: Path) -> None:
     run.wait()
     assert not any(Path(options.output + s).exists() for s in SUFFIXES)
     deadline = time.monotonic() + 300
-    while any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children):
+    while any(processes.runs(child.pid) for child in children):
         assert time.monotonic() < deadline, "workers outlive a killed parent"
         time.sleep(0.05)
     done = prepare(killed)
