@@ -100,7 +100,7 @@ class Workers:
             process.wait()
 
     def join(self, timeout: float = 900) -> list[int]:
-        """Exit codes once all have ended.  After the first failure the others get three minutes; then all are killed."""
+        """Exit codes once all have ended.  After the first failure the others get 3 minutes; then all are killed."""
         deadline = time.monotonic() + timeout
         while True:
             codes = self.poll()
