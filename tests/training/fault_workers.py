@@ -15,7 +15,7 @@ from typing import Any
 
 from megaponder.errors import UserError
 from megaponder.monitor import jsonl
-from tests.training.workers import config
+from tests.training.workers import _before_step, config
 
 Fault = Callable[[Any, int, Any], Any]
 """(engine, step, output of the step) -> output; may spoil gradients, which lie in the engine's main_grad."""
@@ -304,8 +304,21 @@ FAULTS: dict[str, Callable[[], bool]] = {"left out": lambda: False, "late": lamb
 """Of rank 1 in the reduction of step 3."""
 
 
-def command(hang: float, deadline: float, fault: str = "", **job: Any) -> None:
-    """`megaponder train` on a job, with other patience; ends with its exit code."""
+def _hold(at_step: int, run: str) -> None:
+    """This step's computation waits for the file RUN.go."""
+
+    def wait(engine: Any) -> None:
+        while not os.path.exists(f"{run}.go"):
+            time.sleep(0.01)
+
+    _before_step(at_step, wait)
+
+
+def command(hang: float, deadline: float, fault: str = "", held: int = 0, publishes: bool = True, **job: Any) -> None:
+    """`megaponder train` on a job, with other patience; ends with its exit code.
+
+    In step `held` it waits for the file RUN.go; without `publishes` it does not get to the end of its first save.
+    """
     import sys
 
     from megaponder.cli.main import main
@@ -313,6 +326,12 @@ def command(hang: float, deadline: float, fault: str = "", **job: Any) -> None:
     from megaponder.training import setup
 
     setup.patience = lambda cfg: (hang, deadline)  # type: ignore[assignment]
+    if held:
+        _hold(held, job["run"])
+    if not publishes:
+        from megaponder.checkpoint.save import Saver
+
+        _replace(Saver, "_publish", lambda *_: time.sleep(1000))
     if fault and os.environ["RANK"] == "1":
         _before_reduction(3, FAULTS[fault])
     path = f"{job['run']}-{os.environ['RANK']}.yaml"
