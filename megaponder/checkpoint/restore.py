@@ -27,13 +27,10 @@ log = logging.getLogger(__name__)
 Shapes = dict[str, tuple[int, ...]]
 
 
-class OtherModelError(UserError):
-    """A checkpoint whose tensors do not match the model's."""
-
-    def __init__(self, path: Path, difference: str):
-        why = "it was saved from a different model, or with other options of its method"
-        super().__init__(f"Checkpoint {path} cannot be used: {difference}; {why}.")
-        self.difference = difference
+def _other_model(path: Path, difference: str) -> UserError:
+    """What to raise for a checkpoint whose tensors do not match the model's."""
+    why = "it was saved from a different model, or with other options of its method"
+    return UserError(f"Checkpoint {path} cannot be used: {difference}; {why}.")
 
 
 def resume(path: Path, stage: MegatronModule, optimizer: Updates, ema: Ema | None = None) -> TrainState:
@@ -47,7 +44,7 @@ def resume(path: Path, stage: MegatronModule, optimizer: Updates, ema: Ema | Non
     _refuse_absent(path, model, names)
     _refuse_other_shapes(path, model, names)
     if left := _not_wanted(model, names):
-        raise OtherModelError(path, f"this model has no parameter for its {_some(left)}")
+        raise _other_model(path, f"this model has no parameter for its {_some(left)}")
     if isinstance(optimizer, ZeroOptimizer):
         _refuse_absent(path, zero_state.described(optimizer, moments=True), names)
         zero_state.load(path, optimizer, names, state.updates)
@@ -110,7 +107,7 @@ def load(
     _refuse_other_shapes(path, model, names)
     left = _not_wanted(model, names)
     if hard := [k for k in left if not k.startswith(PARAMETER_PREFIX)]:
-        raise OtherModelError(path, f"this model has no parameter for its {_some(hard)}")
+        raise _other_model(path, f"this model has no parameter for its {_some(hard)}")
     if isinstance(optimizer, ZeroOptimizer):
         zero_state.load(path, optimizer, names, None, lacking)
         return lacking, left
@@ -182,7 +179,7 @@ def _refuse_absent(path: Path, wanted: dict[str, Any], names: Shapes, may_lack: 
     missing."""
     absent = _of_all_ranks([k for k in _keys(wanted) if k not in names])
     if hard := [k for k in absent if not (may_lack and k.startswith(may_lack))]:
-        raise OtherModelError(path, f"it has no {_some(hard)}")
+        raise _other_model(path, f"it has no {_some(hard)}")
     return absent
 
 
@@ -198,7 +195,7 @@ def _refuse_other_shapes(path: Path, wanted: dict[str, Any], names: Shapes) -> N
         ]
     )
     if other:
-        raise OtherModelError(path, f"it has {_some(other)}")
+        raise _other_model(path, f"it has {_some(other)}")
 
 
 def _not_wanted(wanted: dict[str, Any], names: Shapes) -> list[str]:

@@ -7,14 +7,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megaponder.config.schema import RunConfig
 from megaponder.decoding.ranges import RANGES, broken
 from megaponder.errors import ConfigError
 from megaponder.ponder.base import PARAMETER_PREFIX
 from megaponder.ponder.budget import THETA
+from megaponder.ponder.facts import own_shapes
 from megaponder.ponder.settings import method_of
 
 PASSES = {"ponderlm": ("steps", -1), "loop": ("extra_passes", -1), "adaptive_cot": ("steps", -1),
@@ -101,17 +101,8 @@ def with_passes(cfg: RunConfig, passes: int) -> RunConfig:
 
 def own_weights(cfg: RunConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The trained model's weights that a variant of it uses: fewer passes need fewer gates, one pass needs none."""
-    method = method_of(cfg)
-    with torch.device("meta"):
-        layers = {str(i): nn.ModuleDict(method.layer_modules(i)) for i in range(method.shape.num_layers)}
-        parts: dict[str, Any] = {"entry": method.entry_modules(), "modules": method.exit_modules(), "layers": layers}
-        own = {name: set(nn.ModuleDict(modules).state_dict()) for name, modules in parts.items()}
-
-    def used(name: str) -> bool:
-        part, _, rest = name.removeprefix(PARAMETER_PREFIX).partition(".")
-        return not name.startswith(PARAMETER_PREFIX) or rest in own[part]
-
-    return {name: tensor for name, tensor in state.items() if used(name)}
+    own = own_shapes(method_of(cfg))
+    return {name: tensor for name, tensor in state.items() if name in own or not name.startswith(PARAMETER_PREFIX)}
 
 
 def _refuse_budget(cfg: RunConfig, flag: str, value: float) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from megaponder.config.method_facts import MethodFacts, MethodLike
-from megaponder.ponder.base import Method
+from megaponder.ponder.base import PARAMETER_PREFIX, Method
 
 Modules = dict[str, nn.Module]
 
@@ -50,6 +51,22 @@ def _has_parameters(method: MethodLike) -> bool:
     return bool(
         on_paper(method.entry_modules) or on_paper(lambda: method.layer_modules(0)) or on_paper(method.exit_modules)
     )
+
+
+def own_shapes(method: Method) -> dict[str, tuple[int, ...]]:
+    """Shapes of the method's own tensors, under the names that they have in checkpoints."""
+    parts: dict[str, Modules] = {
+        "entry": on_paper(method.entry_modules),
+        "layers": {
+            str(i): nn.ModuleDict(on_paper(partial(method.layer_modules, i))) for i in range(method.shape.num_layers)
+        },
+        "modules": on_paper(method.exit_modules),
+    }
+    return {
+        f"{PARAMETER_PREFIX}{part}.{name}": tuple(tensor.shape)
+        for part, modules in parts.items()
+        for name, tensor in nn.ModuleDict(modules).state_dict().items()
+    }
 
 
 def on_paper(build: Callable[[], Modules]) -> Modules:

@@ -13,7 +13,7 @@ from megaponder.checkpoint import agree, folder, restore
 from megaponder.checkpoint.choose import Choice
 from megaponder.checkpoint.ema import Ema
 from megaponder.checkpoint.local import Local
-from megaponder.checkpoint.state import TrainState, load_saved_config, load_state
+from megaponder.checkpoint.state import TrainState, load_state
 from megaponder.config.schema import RunConfig
 from megaponder.engine.zero import Updates
 from megaponder.errors import ConfigError, UserError
@@ -88,14 +88,7 @@ def _continue(
     warnings = on_first_rank(lambda: _changes(cfg, path, data))
     for sentence in choice.sentences():
         say(sentence)
-    try:
-        state = restore.resume(path, stage, optimizer, ema)
-    except restore.OtherModelError as error:
-        saved, now = load_saved_config(path).ponder.options, cfg.ponder.options
-        if saved == now:
-            raise
-        rule = f"checkpoint {path} was trained with {saved!r}, and {error.difference}"
-        raise ConfigError("ponder.options", now, rule, "use those, or a new run folder") from None
+    state = restore.resume(path, stage, optimizer, ema)
     for warning in warnings:
         say(warning)
     return state

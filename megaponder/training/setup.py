@@ -153,7 +153,29 @@ def refuse_other_model(cfg: RunConfig, checkpoint: Path, weights_only: bool = Fa
             raise ConfigError(name, now, rule, f"use that{other}")
         if change == "warned":
             warnings.append(f"Warning: {name} was {then!r} up to this checkpoint and is {now!r} from here on.")
+    if known and not weights_only:
+        _refuse_other_tensors(saved, cfg, checkpoint)
     return warnings + (_scale_changes(saved, cfg) if known else [])
+
+
+def _refuse_other_tensors(saved: RunConfig, cfg: RunConfig, checkpoint: Path) -> None:
+    """ConfigError if the method has other tensors of its own with the options of `cfg` than with those that saved."""
+    from megaponder.ponder.facts import own_shapes
+    from megaponder.ponder.settings import method_of
+
+    then, now = (own_shapes(method_of(one)) for one in (saved, cfg))
+    if then == now:
+        return
+    absent, left = sorted(now.keys() - then.keys()), sorted(then.keys() - now.keys())
+    if absent:
+        what = f"it has no tensor {absent[0]}"
+    elif left:
+        what = f"this model has no parameter for its tensor {left[0]}"
+    else:
+        name = min(name for name in then if then[name] != now[name])
+        what = f"it has tensor {name} with shape {list(then[name])} where this model has {list(now[name])}"
+    rule = f"checkpoint {checkpoint} was trained with {saved.ponder.options!r}, and {what}"
+    raise ConfigError("ponder.options", cfg.ponder.options, rule, "use those, or a new run folder")
 
 
 def _scale_changes(saved: RunConfig, cfg: RunConfig) -> list[str]:

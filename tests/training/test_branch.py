@@ -15,6 +15,7 @@ from megaponder.checkpoint.weights import load_weights
 from megaponder.cli.main import main
 from megaponder.config.load import dump, from_mapping
 from megaponder.config.resolve import resolve
+from megaponder.config.schema import RunConfig
 from megaponder.errors import ConfigError
 from megaponder.export.average import Averaged
 from megaponder.training.branch import _cooling, _refuse_other_model
@@ -66,6 +67,19 @@ def test_a_branch_of_a_plugins_run_does_not_run_its_code(tmp_path: Path) -> None
     other = resolve(from_mapping({"model": {"preset": "llama-tiny", "num_layers": 3}, "ponder": ponder}))
     with pytest.raises(ConfigError, match=r"model\.num_layers = 3: checkpoint .* was trained with"):
         _refuse_other_model(other, cfg.ponder, tmp_path)
+
+
+def test_a_branch_keeps_the_methods_tensors(tmp_path: Path) -> None:
+    def options(**changed: int) -> RunConfig:
+        ponder = {"method": "adaponderlm", "options": {"steps": 2, "target": 0.0, "gate_width": 4} | changed}
+        return resolve(from_mapping({"model": {"preset": "llama-tiny"}, "train": {"steps": 8}, "ponder": ponder}))
+
+    saved = options()
+    dump(saved, tmp_path / CONFIG)
+    _refuse_other_model(options(threshold=0.25), saved.ponder, tmp_path)
+    for changed in ({"steps": 3}, {"steps": 1}, {"gate_width": 2}):
+        with pytest.raises(ConfigError, match=r"^ponder\.options = .* was trained with .*; use those, or a new run"):
+            _refuse_other_model(options(**changed), saved.ponder, tmp_path)
 
 
 @pytest.mark.parametrize(
