@@ -41,6 +41,9 @@ from megaponder.config.schema import RunConfig
 from megaponder.errors import ConfigError
 
 BUDGETS = ("train.steps", "train.tokens", "train.epochs")
+_MEASURED = "data.document_tokens"
+"""What a run fills in from its datasets: a number in its saved file is that of these fields."""
+_MEASURED_ON = ("data.train", "data.split", "data.sequence_length", "data.document_attention")
 _SHAPE = ("num_layers", "hidden_size", "num_heads")
 
 
@@ -48,7 +51,8 @@ def load_config(path: str | os.PathLike[str] | None, overrides: list[str] | None
     """The configuration from a file (or the defaults) with command-line overrides applied.
 
     `overrides` are words such as ["--train.steps", "10", "--ponder.options.steps=3"].  A budget on the command line
-    replaces the file's: `--train.steps 10` drops its train.tokens and train.epochs.  A part of a mapping, such as
+    replaces the file's: `--train.steps 10` drops its train.tokens and train.epochs, and other data or samples drop its
+    data.document_tokens, which follow from them.  A part of a mapping, such as
     `--model.moe.routers per_pass`, joins what the command line, the file or the preset says of the others.  ConfigError
     for the first mistake.
     """
@@ -64,6 +68,8 @@ def load_config(path: str | os.PathLike[str] | None, overrides: list[str] | None
         for other in BUDGETS if name in BUDGETS and value is not None else ():
             if other not in changes:
                 _put(data, other, None)
+        if name in _MEASURED_ON and _MEASURED not in changes:
+            _put(data, _MEASURED, None)
         if whole := mapping_of(name):
             _start_from_preset(data, whole)
         _put(data, name, value)

@@ -92,6 +92,14 @@ def test_a_budget_on_the_command_line_replaces_the_other(tmp_path: Path) -> None
     assert (both.steps, both.tokens) == (3, 7)
 
 
+def test_other_data_or_samples_drop_what_a_run_has_measured_on_those_of_its_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "data: {document_attention: true, document_tokens: 300.0, sequence_length: 512}\n")
+    assert load_config(path, ["--data.tokenizer", "bytes"]).data.document_tokens == 300
+    for words in (["--data.sequence_length", "256"], ["--data.train", "wiki"], ["--data.document_attention", "false"]):
+        assert load_config(path, words).data.document_tokens is None
+    assert load_config(path, ["--data.document_tokens", "9.0", "--data.train", "wiki"]).data.document_tokens == 9
+
+
 def test_a_part_of_a_mapping_joins_the_others(tmp_path: Path) -> None:
     """Those of the file, of the command line in whatever order, or of the preset, which stays as it is."""
     path = write(tmp_path, "model: {moe: {experts: 8, top_k: 2}, freqkv: {capacity: 64}}\ntrain: {disciplines: {}}\n")
