@@ -48,8 +48,9 @@ def add_parser(commands: Commands) -> None:
         "budget: the least score of a token that goes on, of any sign, as --depth shows)",
     )  # fmt: skip
     parser.add_argument(
-        "--passes", nargs="+", type=int, default=[], metavar="N", help="also with at most so many passes a token"
-    )
+        "--passes", nargs="+", type=int, default=[], metavar="N",
+        help="also with at most so many passes a token (with a budget: exactly as many, whatever its scores are)",
+    )  # fmt: skip
     parser.add_argument(
         "--depth", action="store_true", help="also sweep depths and thresholds, and measure what each pass brings"
     )

@@ -81,20 +81,21 @@ def has_threshold(cfg: RunConfig) -> bool:
 
 
 def with_passes(cfg: RunConfig, passes: int) -> RunConfig:
-    """At most so many passes a token."""
+    """At most so many passes a token; of a model with a budget, exactly as many for every token."""
     method = cfg.ponder.method
-    _refuse_budget(cfg, "--passes", passes)
     if method not in PASSES or cfg.ponder.options.get("multiply_by_steps") or cfg.ponder.options.get("middle"):
         rule = f"method {method} has no number of passes that may differ from training"
         raise ConfigError("--passes", passes, rule, "leave it out")
     option, less = PASSES[method]
-    trained = getattr(method_of(cfg).options, option) - less
-    if passes > trained and method in GATES:
-        raise ConfigError("--passes", passes, f"{method} has gates for {trained} passes", f"use {trained}")
     if passes < 1:
         raise ConfigError("--passes", passes, "it must be at least 1", "use 1")
     if passes + less < 1:
         return _one_pass(cfg)
+    if (window := method_of(cfg).window) is not None:
+        return _without_budget(cfg, passes, window.most)
+    trained = getattr(method_of(cfg).options, option) - less
+    if passes > trained and method in GATES:
+        raise ConfigError("--passes", passes, f"{method} has gates for {trained} passes", f"use {trained}")
     kept = {name: value for name, value in cfg.ponder.options.items() if name != "loss_weights"}  # of the loops trained
     return _changed(cfg, method, {**kept, option: passes + less})
 
@@ -103,6 +104,19 @@ def own_weights(cfg: RunConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The trained model's weights that a variant of it uses: fewer passes need fewer gates, one pass needs none."""
     own = own_shapes(method_of(cfg))
     return {name: tensor for name, tensor in state.items() if name in own or not name.startswith(PARAMETER_PREFIX)}
+
+
+def _without_budget(cfg: RunConfig, passes: int, most: int) -> RunConfig:
+    """As many passes for every token, whatever its scores are: adaponderlm and confident_ponderlm are then ponderlm."""
+    method, options = cfg.ponder.method, method_of(cfg).options
+    if passes > most:
+        rule = f"with its budget, {options.target}, no token ran more than {most} passes in training"
+        raise ConfigError("--passes", passes, rule, f"use {most}")
+    if method == "adaptive_cot":
+        never = {"target": 0.0, "threshold": 0.0}
+        return _changed(cfg, method, {**cfg.ponder.options, **never, "steps": passes - 1})
+    kept = {name: getattr(options, name) for name in ("topk", "gentle_start")}
+    return _changed(cfg, "ponderlm", {**kept, "steps": passes - 1})
 
 
 def _refuse_budget(cfg: RunConfig, flag: str, value: float) -> None:

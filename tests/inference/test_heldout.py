@@ -166,9 +166,29 @@ def test_a_budgets_threshold_moves_the_depth(tmp_path: Path) -> None:
     made = variants.asked(cfg, state, [99.0, -99.0], [])  # no score is as large
     depths = [heldout.score_all(*v, {"text": prefix})["text"].stats["mean_depth"] for _, *v in made]
     assert depths[1:] == pytest.approx([2, 3]) and made[0][2] is state
-    for thresholds, passes, sentence in (([math.nan], [], "it must be a number"), ([], [2], "eval --depth measures")):
+    for thresholds, passes, sentence in (
+        ([math.nan], [], "it must be a number"),
+        ([], [4], "more than 3 passes in"),
+    ):
         with pytest.raises(UserError, match=sentence):
             variants.asked(cfg, state, thresholds, passes)
+
+
+@pytest.mark.parametrize("method", ["adaponderlm", "confident_ponderlm", "adaptive_cot"])
+def test_passes_of_a_model_with_a_budget_are_those_of_all_tokens(method: str, tmp_path: Path) -> None:
+    from megaponder.export import reference
+
+    checkpoints.make("llama", method, tmp_path / "run", {"sequence_length": LENGTH}, method_options={
+        "steps": 3, "target": 0.6,
+    })  # fmt: skip
+    prefix, _ = written(tmp_path / "text", 2 * LENGTH)
+    cfg, state = heldout.read_model(tmp_path / "run")
+    with reference.engine(cfg, state) as engine:
+        for passes in (1, 2, 3):  # the budget's window is of 2 and 3
+            [found] = heldout.score_all(variants.with_passes(cfg, passes), state, {"text": prefix}).values()
+            engine.stage.method.forced = torch.tensor(passes)
+            forced = heldout.score(engine, cfg, prefix)
+            assert found.loss == pytest.approx(forced.loss, rel=1e-6) and forced.stats["mean_depth"] == passes
 
 
 @pytest.mark.parametrize(("method", "passes"), [("huginn", 5), ("parcae", 1), ("ouro", 2), ("nanbeige", 1)])
