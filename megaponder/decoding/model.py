@@ -100,6 +100,13 @@ class PonderForCausalLM(PreTrainedModel, GenerationMixin):
         if generation_config.use_cache is not False and given.get(CACHE_FIELD) is None:
             given[CACHE_FIELD] = new_cache(self.freqkv, self.config.num_hidden_layers)
 
+    def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> Any:
+        criteria = super()._get_stopping_criteria(*args, **kwargs)
+        for one in criteria if self.freqkv is not None else ():
+            if hasattr(one, "max_position_embeddings"):
+                one.max_position_embeddings = None  # no limit, so nothing to warn of beyond it
+        return criteria
+
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """The manager of `generate_batch`, whose cache has a layer for each pass and layer."""
         if self.freqkv is not None:

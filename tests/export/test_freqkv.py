@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers.generation import stopping_criteria as stopping
 
 from megaponder.config.model import FAMILIES
 from megaponder.decoding.model import CACHE_FIELD
@@ -140,7 +142,20 @@ def test_generate_is_the_same_with_and_without_cache(name: str) -> None:
     assert torch.equal(chunked, net.generate(tokens, use_cache=True, do_sample=False, **common))
 
 
+@torch.no_grad()
 def test_texts_may_be_longer_than_the_positions() -> None:
+    """Without transformers' warning of the model's length, which it gives once a process unless it has forgotten."""
+    told: list[str] = []
+    watch = logging.Handler()
+    watch.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    stopping.logger.addHandler(watch)
+    try:
+        for net in (net_of("plain", max_position_embeddings=8), model("llama", "vanilla", max_position_embeddings=8)):
+            stopping.logger.warning_once.cache_clear()
+            net.generate(ids(1, 7), max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
+            assert len(told) == (net.freqkv is None), told
+    finally:
+        stopping.logger.removeHandler(watch)
     assert longest_text(net_of("plain").config) > 10**9
     assert longest_text(model("llama", "vanilla").config) == model("llama", "vanilla").config.max_position_embeddings
 
