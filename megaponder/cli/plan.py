@@ -70,12 +70,13 @@ def run(args: argparse.Namespace) -> int:
     from megaponder.plan.report import print_plan
 
     plan = build_plan(cfg, method, facts, world_size, args.mfu, GPUS[args.gpu])
+    notes = [*filter(None, [tuned_wider(cfg)]), *of_data(cfg)]
     if args.json:
         import json
 
-        print(json.dumps(plan.as_dict(), indent=2))
+        print(json.dumps(plan.as_dict() | {"notes": notes}, indent=2))
     else:
         print_plan(cfg, plan, console)
-        for sentence in [*filter(None, [tuned_wider(cfg)]), *of_data(cfg)]:
+        for sentence in notes:
             console.print(sentence)
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from megaponder.plan.memory import GIB
 from megaponder.plan.report import duration, print_plan, si
 from megaponder.ponder.facts import facts_of
 from megaponder.ponder.settings import method_of
+from tests.data_pipeline.make import random_documents, write_documents
 
 
 def config(pipeline: int = 4, micro: int = 4) -> RunConfig:
@@ -82,6 +84,19 @@ def test_a_rate_of_a_wider_model_is_told(tmp_path: Path, capsys: pytest.CaptureF
     for width, told in ((1024, True), (768, False), (256, False)):
         assert main(["plan", str(file), "--optimizer.tuned_width", str(width)]) == 0
         assert (words in capsys.readouterr().out) == told
+
+
+def test_json_has_the_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """How often data are read, and what else a plan says in words."""
+    write_documents(tmp_path / "text", random_documents([32] * 128))
+    (tmp_path / "c.yaml").write_text(
+        "model: {family: llama, num_layers: 1, hidden_size: 32, num_heads: 4, vocab_size: 100}\n"
+        f"data: {{train: [{tmp_path}/text], sequence_length: 64, split: '1,0,0', eod_id: 0}}\n"
+        "train: {epochs: 2, global_batch: 4, eval_batches: 0}\noptimizer: {tuned_width: 64}\n"
+    )
+    assert main(["plan", str(tmp_path / "c.yaml"), "--json"]) == 0
+    width, often = json.loads(capsys.readouterr().out)["notes"]
+    assert width.startswith("optimizer.tuned_width = 64 is more") and re.search(r"/text 2\.\d\d times\.$", often), often
 
 
 def test_json_is_complete() -> None:
