@@ -122,16 +122,12 @@ def going_on(base: dict[str, Any], name: str, run: Path, start: Path, paths: dic
     batch, length = base["train"]["global_batch"], base["data"]["sequence_length"]
     data = base["data"] | {"train": blend, "shuffle_seed": ORDER + 1}
     few = max(1, batch // SMALLER)
-    answers: dict[str, Any] = {"steps": None, "epochs": EPOCHS["sft"], "global_batch": few, "micro_batch": few}
-    budget = answers
+    budget: dict[str, Any] = {"steps": None, "epochs": EPOCHS["sft"], "global_batch": few, "micro_batch": few}
     if stage.kind == "cpt":
         tokens = EPOCHS["cpt"] * read_index(paths["domain"]).tokens / float(stage.blend[0])
         budget = {"steps": None, "tokens": max(2 * batch * length, round(tokens))}
     else:
-        data |= {"loss_mask": "answers"}
-        if len(stage.blend) > 2:  # an epoch of a blend would be one of all its text
-            alone = base | {"data": data | {"train": [paths["answers"]]}, "train": base["train"] | answers}
-            budget = answers | {"epochs": None, "steps": round(steps_of(alone) / float(stage.blend[0]))}
+        data |= {"loss_mask": "answers"}  # epochs of a blend are those of its answers
     return base | {
         "run": str(run),
         "data": data,
