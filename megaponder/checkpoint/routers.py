@@ -14,9 +14,11 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
-from megaponder.decoding.moe_options import read
+from megaponder.decoding.moe_options import Experts
 from megaponder.errors import ConfigError
 
+BALANCING = ("aux_weight", "bias_rate")
+"""Options of `model.moe` that only move the load of experts while a model is trained."""
 ENDS = (".router.weight", ".router.expert_bias")
 
 
@@ -41,13 +43,19 @@ def grown(stored: Tensor, own: Tensor, experts: int) -> Tensor:
     return torch.cat([stored, *[stored[-experts:]] * more])
 
 
-def told(then: dict[str, Any] | None, now: dict[str, Any] | None, checkpoint: Path) -> str | None:
-    """A sentence if two values of `model.moe` differ in their routers alone and weights of the one can start the other.
+def balanced_as(then: Experts, now: Experts) -> Experts:
+    """`then` with the coefficients of `now` by which training balances the load: they are no part of the model, as long
+    as neither of the two has biases that the other lacks."""
+    biased = bool(then.bias_rate) == bool(now.bias_rate)
+    return replace(then, aux_weight=now.aux_weight, bias_rate=now.bias_rate if biased else then.bias_rate)
+
+
+def told(old: Experts, new: Experts, checkpoint: Path) -> str | None:
+    """A sentence if two mixtures differ in their routers alone and weights of the one can start the other.
 
     ConfigError if they cannot; None if something else differs.
     """
-    old, new = read(then), read(now)
-    if old is None or new is None or replace(old, routers=new.routers) != new:
+    if replace(old, routers=new.routers) != new:
         return None
     before, after = old.router_count, new.router_count
     if after < before:

@@ -126,16 +126,14 @@ def refuse_other_model(cfg: RunConfig, checkpoint: Path, weights_only: bool = Fa
     Each field, and each option of the method, declares what may change when a run goes on, and when only weights are
     loaded.
     """
-    from megaponder.checkpoint import routers
     from megaponder.ponder.registry import methods, options_that_differ
 
     known = cfg.ponder.method in methods()  # else a plugin's, which a saved configuration alone does not run
     saved, warnings = load_saved_config(checkpoint), []
     values = {n: (value_of(saved, n), value_of(cfg, n), field.declared) for n, field in all_fields().items()}
-    moe = saved.model.moe, cfg.model.moe
-    if weights_only and moe[0] != moe[1] and (sentence := routers.told(*moe, checkpoint)) is not None:
+    if (sentences := _experts_changes(saved, cfg, checkpoint, weights_only)) is not None:
         del values["model.moe"]
-        warnings += [sentence] if sentence else []
+        warnings += sentences
     if known:
         values |= {f"{FREE}.{n}": found for n, found in options_that_differ(saved.ponder, cfg.ponder).items()}
     for name, (then, now, declared) in values.items():
@@ -152,10 +150,36 @@ def refuse_other_model(cfg: RunConfig, checkpoint: Path, weights_only: bool = Fa
             other = f", or name {name} in checkpoint.load_changes" if change == "asked" else other
             raise ConfigError(name, now, rule, f"use that{other}")
         if change == "warned":
-            warnings.append(f"Warning: {name} was {then!r} up to this checkpoint and is {now!r} from here on.")
+            warnings.append(_warning(name, then, now))
     if known and not weights_only:
         _refuse_other_tensors(saved, cfg, checkpoint)
     return warnings + (_scale_changes(saved, cfg) if known else [])
+
+
+def _experts_changes(saved: RunConfig, cfg: RunConfig, checkpoint: Path, weights_only: bool) -> list[str] | None:
+    """What to tell of two mixtures where the one goes on as the other; None where they are refused, or there is none.
+
+    ConfigError where weights are loaded and more routers than there are would be needed.
+    """
+    from megaponder.checkpoint import routers
+    from megaponder.decoding.moe_options import read
+
+    if not (saved.model.moe and cfg.model.moe):
+        return None
+    then, now = read(saved.model.moe), read(cfg.model.moe)
+    assert then is not None and now is not None
+    same = routers.balanced_as(then, now)
+    if weights_only:
+        sentence = routers.told(same, now, checkpoint)
+        return None if sentence is None else list(filter(None, [sentence]))
+    if same != now:
+        return None
+    changes = ((name, getattr(then, name), getattr(now, name)) for name in routers.BALANCING)
+    return [_warning(f"model.moe.{name}", *values) for name, *values in changes if values[0] != values[1]]
+
+
+def _warning(name: str, then: Any, now: Any) -> str:
+    return f"Warning: {name} was {then!r} up to this checkpoint and is {now!r} from here on."
 
 
 def _refuse_other_tensors(saved: RunConfig, cfg: RunConfig, checkpoint: Path) -> None:

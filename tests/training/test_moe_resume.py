@@ -97,6 +97,18 @@ def test_routers_of_passes_start_as_the_one_and_alone_go_on(base: Base) -> None:
             np.testing.assert_allclose(b, a, RTOL, ATOL, err_msg=f"{i}: {key}")
 
     found = to_mapping(cfg)
+    balance = cfg.model.moe | {"aux_weight": 0.5, "bias_rate": 2 * cfg.model.moe["bias_rate"]}
+    for moe, words in ((balance, ["aux_weight", "bias_rate"]), (cfg.model.moe | {"scale": 1.0}, [])):
+        found["model"]["moe"] = moe
+        asked, path = from_mapping(found), folder.final(steps[1], 8)
+        warned = refuse_other_model(asked, path)
+        assert [w.split(" was ")[0] for w in warned] == [f"Warning: model.moe.{name}" for name in words]
+        assert refuse_other_model(asked, path, weights_only=True) == []
+    for change in ({"bias_rate": 0.0}, {"top_k": 1}):
+        found["model"]["moe"] = balance | change
+        for weights_only in (False, True):
+            with pytest.raises(ConfigError, match=r"model\.moe = .* was trained with"):
+                refuse_other_model(from_mapping(found), path, weights_only)
     for routers, fix in (("shared", "has 2 routers in a layer, which choose differently"), (3, "")):
         found["model"]["moe"] = cfg.model.moe | {"routers": routers}
         asked, path = from_mapping(found), folder.final(steps[1], 8)
