@@ -27,6 +27,8 @@ PONDER_FIELDS = {
     **{name: name for name in FEATURES},
     "tie_embeddings": "tie_word_embeddings",
 }
+UPCYCLED = "upcycled"
+"""Field beside the model's: `checkpoint.state.TrainState.upcycled`."""
 # initialisation and checkpoint layout: meaningless in an export
 TRAINING_ONLY = {"preset", "vocab_multiple", "init", "init_std", "init_output_scale"}
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import gc
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megaponder.checkpoint import origin
 from megaponder.checkpoint.choose import is_own
+from megaponder.checkpoint.state import TrainState
 from megaponder.config.load import dump
 from megaponder.config.model import short_reach
 from megaponder.config.schema import RunConfig
 from megaponder.errors import UserError
 from megaponder.export import folder, kept, layers, names, reference
+from megaponder.export.configs import UPCYCLED
 from megaponder.export.import_config import run_config, start_config
 from megaponder.export.plain import to_plain
 from megaponder.export.public_code import kind_of
@@ -84,6 +87,7 @@ def import_hf(
     hf = folder.read_config(source)
     cfg = run_config(hf, source, out, frozenset(ignore or ()), method)
     aside, lost = kept.read(hf, source, int(cfg.model.vocab_size or 0))
+    start = TrainState(upcycled=_upcycled(hf, source))
     numbers = None if only is None else layers.chosen(only, cfg)
     tensors = folder.read_weights(source)
     if bad := sorted(name for name, t in tensors.items() if t.is_floating_point() and not t.isfinite().all()):
@@ -109,19 +113,27 @@ def import_hf(
         ours = [reference.engine_logits(engine, ids, tolerance) for ids in prompts]
         worst = reference.agree(out, ours, theirs, tolerance)
         if numbers is None:
-            checkpoint = save_weights(out / "checkpoints", cfg, engine.stage, force=force)
+            checkpoint = save_weights(out / "checkpoints", cfg, engine.stage, force=force, state=start)
     of_layers = ""
     if numbers is not None:
         of_layers = f"layers {only} of {cfg.model.num_layers}"
         cfg, state = layers.pick(cfg, state, numbers)
         count = sum(t.numel() for t in state.values())
         with reference.engine(cfg, state) as engine:
-            checkpoint = save_weights(out / "checkpoints", cfg, engine.stage, force=force)
+            checkpoint = save_weights(out / "checkpoints", cfg, engine.stage, force=force, state=start)
     kept.keep(aside, out)
     origin.record(out, "import", source)
     dump(start_config(cfg, out), out / "config.yaml")
     notes = tuple(note for note in (lost, short_reach(cfg.model)) if note)
     return Imported(checkpoint, cfg, count, worst, code, of_layers, notes)
+
+
+def _upcycled(hf: dict[str, Any], source: Path) -> dict[str, Any]:
+    """What the config.json of an export says that its mixture was made of; {} if it was not upcycled."""
+    found = hf.get(UPCYCLED) or {}
+    if not isinstance(found, dict):
+        raise UserError(f"{source / 'config.json'}: {UPCYCLED} = {found!r}: it must be the record of an export.")
+    return found
 
 
 def _refuse_other_folders(source: Path) -> None:

@@ -23,7 +23,8 @@ IGNORED = {
     "predict_special_tokens", "pretraining_tp", "problem_type", "reorder_and_upcast_attn", "return_dict",
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
     "task_specific_params",
-    "tokenizer_class", "torch_dtype", "transformers_version", "unk_index", "use_cache", "vocab_pad_to",
+    "tokenizer_class", "tokenizer_fingerprints", "torch_dtype", "transformers_version", "unk_index", "upcycled",
+    "use_cache", "vocab_pad_to",
     # training regularisation; the backbones here train without dropout
     "attention_dropout", "attn_pdrop", "dropout", "embd_pdrop", "hidden_dropout", "layerdrop", "resid_pdrop",
     # how to sample, which older releases of transformers keep here

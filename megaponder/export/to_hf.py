@@ -132,13 +132,13 @@ def export(
     reference.check_tolerance(tolerance)
     source = locate(checkpoint)
     cfg, state = read_weights(source, ema)
-    at, run = load_state(source)[0], source.parent.parent
+    (at, contents), run = load_state(source), source.parent.parent
     cfg = replace(cfg, run=str(run))  # it may have been moved
     talked = chat.read(run)
     before = kept.of(run, at.step) if tokenizer_path in (None, tokenizer.NONE) else None
     compose.decoding_class(cfg.ponder.method)  # raises its error first
     if tokenizer_path is not None and (given := tokenizer.find(cfg, tokenizer_path)) is not None:
-        tokenizer.warn_of_another(given, source)
+        tokenizer.warn_of_another(given, source, contents.tokenizers())
     if dtype is None and before is not None and _exact(state, before.dtype):
         dtype = before.dtype
     dtype = dtype or str(state["embedding.word_embeddings.weight"].dtype).removeprefix("torch.")
@@ -156,6 +156,8 @@ def export(
         plain = names.to_plain(state, written.model, table_rows(cfg))
         compared = trained if dtype == "float32" else (written, state)  # a scaled table is rounded once, not twice
         told: dict[str, Any] = {} if refitted is None else {"refitted": asdict(refitted)}
+        if at.upcycled:
+            told[configs.UPCYCLED] = _published(at.upcycled)
         if target in looped.KINDS:
             kind, reason = target, ""
         elif target == targets.VLLM:
@@ -166,6 +168,8 @@ def export(
             kind, reason = configs.native_format(written)
         theirs = before.config if before else None
         tokens = tokenizer.write(cfg, temporary, tokenizer_path, chat_template, theirs, chat=talked)
+        if known := contents.tokenizers() or {one for one in [tokens.fingerprint] if one}:
+            told[tokenizer.FINGERPRINTS] = sorted(known)
         end = None if talked is None else talked.end_id
         write_model(written, plain, temporary, kind, tokens.eos_id, shard_bytes, told, before, end)
         count = sum(t.numel() for name, t in plain.items() if name != targets.SECOND)
@@ -188,6 +192,16 @@ def export(
         files = tuple(sorted(p.name for p in temporary.iterdir()))
     lacks_chat = talked is not None and tokens.source is None
     return Exported(out, kind is not None, reason, files, count, worst, refitted, target, lacks_chat)
+
+
+def _published(record: Any) -> Any:
+    """The record of what a mixture was made of, with run folders in place of paths of the machine that made it."""
+    if isinstance(record, dict):
+        return {
+            name: "/".join(Path(value).parts[-3:]) if name == "path" else _published(value)
+            for name, value in record.items()
+        }
+    return [_published(one) for one in record] if isinstance(record, list) else record
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -15,10 +15,12 @@ from megaponder.data.chat import Chat
 from megaponder.data.template import read_template, template_of
 from megaponder.data.tokenizer import Tokenizer, load_tokenizer
 from megaponder.errors import UserError
-from megaponder.export.folder import write_json
+from megaponder.export.folder import has_tokenizer, write_json
 from megaponder.export.kept import ENDS
 
 log = logging.getLogger(__name__)
+FINGERPRINTS = "tokenizer_fingerprints"
+"""Field of config.json: the tokenizers of the data that the model was trained on."""
 NONE = "none"
 """Used instead of a path: export without a tokenizer."""
 FIX = f"set --tokenizer to its path, or to {NONE!r} to export without one"
@@ -31,6 +33,8 @@ class TokenizerFiles:
 
     source: str | None
     eos_id: int | None
+    fingerprint: str | None = None
+    """Of the tokenizer that they were made from."""
 
 
 def find(cfg: RunConfig, path: str | Path | None, fix: str = FIX) -> Tokenizer | None:
@@ -55,20 +59,28 @@ def of_text(cfg: RunConfig, source: str | Path, path: str | Path | None) -> Toke
     if (tokenizer := find(cfg, path, "set --tokenizer to its path")) is None:
         raise UserError(f"{source} does not name a tokenizer (data.tokenizer); set one with --tokenizer.")
     if path is not None:
-        warn_of_another(tokenizer, locate(source))
+        warn_of_another(tokenizer, locate(source), load_state(locate(source))[1].tokenizers())
     return tokenizer
 
 
-def warn_of_another(tokenizer: Tokenizer, checkpoint: Path) -> None:
-    """A warning where the data that a checkpoint was trained on record other tokenizers alone.  The same ids may have
-    another fingerprint, as in an export, so that this is no error."""
-    known = load_state(checkpoint)[1].tokenizers()
+def warn_of_another(tokenizer: Tokenizer, source: Path, known: set[str]) -> None:
+    """A warning where the data that a checkpoint or an export was trained on record other tokenizers (`known`, their
+    fingerprints) alone.  The same ids may have another fingerprint, as in an export, so that this is no error."""
     if known and tokenizer.fingerprint not in known:
         log.warning(
             "--tokenizer %s: its fingerprint is %s, and the data of %s have %s, so its ids may mean other texts; leave "
-            "it out to use the run's own.",
-            tokenizer.name, tokenizer.fingerprint[:12], checkpoint, ", ".join(sorted(one[:12] for one in known)),
+            "it out to use the model's own.",
+            tokenizer.name, tokenizer.fingerprint[:12], source, ", ".join(sorted(one[:12] for one in known)),
         )  # fmt: skip
+
+
+def recorded(config: dict[str, Any], path: Path) -> set[str]:
+    """Fingerprints of an export: those in its config.json and, beside them, that of its own files; {}: it has none."""
+    named = config.get(FINGERPRINTS)
+    found = {one for one in named if isinstance(one, str)} if isinstance(named, list) else set()
+    if found and has_tokenizer(path):
+        found.add(load_tokenizer(str(path)).fingerprint)
+    return found
 
 
 def refuse_none(path: str | Path | None) -> None:
@@ -138,7 +150,7 @@ def write(
         settings["chat_template"] = template
     write_json(out / "tokenizer_config.json", settings)
     _check(out, tokenizer, eos, trained=before is None)
-    return TokenizerFiles(tokenizer.name, eos)
+    return TokenizerFiles(tokenizer.name, eos, tokenizer.fingerprint)
 
 
 def _chat_template(tokenizer: Tokenizer, given: str | Path | None) -> Any:

@@ -237,7 +237,7 @@ def _from_export(path: Path, tokenizer: str | None, device: str, trust_remote_co
     from megaponder.export.folder import has_tokenizer, read_config, read_json
     from megaponder.export.load import load_folder
     from megaponder.export.to_hf import DTYPES
-    from megaponder.export.tokenizer import refuse_none
+    from megaponder.export.tokenizer import recorded, refuse_none, warn_of_another
 
     refuse_none(tokenizer)
     config = read_config(path)
@@ -246,6 +246,8 @@ def _from_export(path: Path, tokenizer: str | None, device: str, trust_remote_co
     dtype = DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
     model = load_folder(path, dtype if device != "cpu" else torch.float32, trust_remote_code).to(device)
     words = load_tokenizer(tokenizer or str(path))
+    if tokenizer is not None:
+        warn_of_another(words, path, recorded(config, path))
     eos = config.get("eos_token_id")
     said = read_json(path, GENERATION) if (path / GENERATION).is_file() else {}
     ends = said.get("eos_token_id", eos)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megaponder.checkpoint.state import TrainState
 from megaponder.config.model import FEATURES
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import DataConfig, ModelConfig, PonderConfig, RunConfig
@@ -37,22 +38,26 @@ def run_config(net: MegaponderForCausalLM, run: Path, **data: Any) -> RunConfig:
     return resolve(RunConfig(run=str(run), model=section, ponder=ponder, data=DataConfig(**data)))
 
 
-def write(net: MegaponderForCausalLM, run: Path, **data: Any) -> RunConfig:
+def write(net: MegaponderForCausalLM, run: Path, state: TrainState | None = None, **data: Any) -> RunConfig:
     """A run folder with one checkpoint that holds the weights of `net`."""
     cfg = run_config(net, run, **data)
     plain = dict(net.state_dict())
     if cfg.model.tie_embeddings:
         del plain["lm_head.weight"]
-    state = names.to_stage(plain, cfg.model, table_rows(cfg))
-    with reference.engine(cfg, state) as engine:
-        save_weights(run / "checkpoints", cfg, engine.stage)
+    with reference.engine(cfg, names.to_stage(plain, cfg.model, table_rows(cfg))) as engine:
+        save_weights(run / "checkpoints", cfg, engine.stage, state=state)
     return cfg
 
 
 def make(
-    family: str, method: str, run: Path, data: dict[str, Any] | None = None, **changes: Any
+    family: str,
+    method: str,
+    run: Path,
+    data: dict[str, Any] | None = None,
+    state: TrainState | None = None,
+    **changes: Any,
 ) -> MegaponderForCausalLM:
     """Model and run folder at once."""
     net = models.model(family, method, **changes)
-    write(net, run, **(data or {}))
+    write(net, run, state, **(data or {}))
     return net

@@ -13,10 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megaponder.checkpoint.state import TrainState
 from megaponder.errors import UserError
 from megaponder.export import compose, configs, requirements, to_hf
 from megaponder.export.from_hf import import_hf
 from megaponder.export.to_hf import export
+from megaponder.upcycle.record import Record, Source, of_checkpoint
 from tests import forks
 from tests.export import checkpoints
 from tests.export.models import ids
@@ -82,7 +84,10 @@ if WHOLE:
 @pytest.mark.parametrize("family,method,changes", CASES)
 def test_pondering_export_round_trip(family: str, method: str, changes: dict[str, Any], tmp_path: Path) -> None:
     length = changes.get("max_position_embeddings", 40)
-    net = checkpoints.make(family, method, tmp_path / "run", {"sequence_length": length}, **changes)
+    source = Source("math", "/home/me/runs/math/checkpoints/step_00000009", "ab")
+    record = Record(source, (source,), 2, "contiguous", 1, "average", 0.0, 40) if "moe" in changes else None
+    made = TrainState(upcycled=record.plain() if record else {})
+    net = checkpoints.make(family, method, tmp_path / "run", {"sequence_length": length}, made, **changes)
     done = export(tmp_path / "run", tmp_path / "hf")
     assert not done.native and done.max_difference < PARITY
     assert done.files == tuple(sorted(p.name for p in (tmp_path / "hf").iterdir()))
@@ -100,6 +105,10 @@ def test_pondering_export_round_trip(family: str, method: str, changes: dict[str
     again = import_hf(tmp_path / "hf", tmp_path / "again")
     assert again.max_difference < PARITY
     assert again.config.ponder.method == net.config.method
+    if record is not None:  # of the machine that made it, no more than the run
+        told = dataclasses.replace(source, path="math/checkpoints/step_00000009")
+        record = dataclasses.replace(record, base=told, disciplines=(told,))
+    assert of_checkpoint(again.checkpoint) == record
     export(tmp_path / "again", tmp_path / "hf2")
     assert (tmp_path / "hf2" / "model.safetensors").read_bytes() == (tmp_path / "hf" / "model.safetensors").read_bytes()
 

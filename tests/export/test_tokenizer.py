@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
-from megaponder.checkpoint.state import Contents, TrainState, save_state
+from megaponder.checkpoint.state import Contents, TrainState, load_state, save_state
 from megaponder.config.schema import DataConfig, ModelConfig, RunConfig
 from megaponder.data.identity import Identity
 from megaponder.data.tokenizer import load_tokenizer
@@ -117,10 +117,11 @@ def test_a_tokenizer_that_the_data_do_not_record_is_told(tmp_path: Path, caplog:
         (tmp_path / name).mkdir()
         save_state(tmp_path / name, TrainState(), Contents(masters=False, data=kept))
     other = load_tokenizer(str(bpe(tmp_path, template=False)))
-    tokenizer.warn_of_another(own, tmp_path / "known")
-    tokenizer.warn_of_another(other, tmp_path / "unknown")
+    known, unknown = (load_state(tmp_path / name)[1].tokenizers() for name in ("known", "unknown"))
+    tokenizer.warn_of_another(own, tmp_path / "known", known)
+    tokenizer.warn_of_another(other, tmp_path / "unknown", unknown)
     assert not [one for one in caplog.records if one.name == tokenizer.__name__]
-    tokenizer.warn_of_another(other, tmp_path / "known")
+    tokenizer.warn_of_another(other, tmp_path / "known", known)
     assert (
         f"is {other.fingerprint[:12]}, and the data of {tmp_path / 'known'} have {own.fingerprint[:12]}" in caplog.text
     )

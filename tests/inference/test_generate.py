@@ -43,9 +43,9 @@ def test_checkpoint_equals_export(run: Path) -> None:
     assert [generate(run / "run", [p], **greedy)[0] for p in PROMPTS] == want  # padding changes nothing
 
 
-def test_chat(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat(tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
     """A run on conversations is asked in its template, and so is its export, by transformers too; it stops where an
-    answer ends."""
+    answer ends.  An export knows the tokenizers of the data."""
     from transformers import AutoTokenizer
 
     tokenizer = load_tokenizer("bytes")
@@ -70,6 +70,10 @@ def test_chat(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ends = json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"]
     assert ends == [ord("e"), 256]
     assert generate(tmp_path / "hf", [asked], **greedy, tokenizer=str(tmp_path / "hf"))[0].text.startswith(found.text)
+    assert "its ids may mean other texts" not in caplog.text
+    Tokenizer(models.WordLevel({"hi": 0, "<eos>": 1})).save(str(tmp_path / "other.json"))
+    generate(tmp_path / "hf", ["hi"], **greedy, tokenizer=str(tmp_path / "other.json"))
+    assert f"and the data of {tmp_path / 'hf'} have" in caplog.text and tokenizer.fingerprint[:12] in caplog.text
     capsys.readouterr()
     assert main(["generate", str(tmp_path / "run"), "hi", "--chat", "--max-tokens", "9"]) == 0
     assert capsys.readouterr().out == found.text + "\n"
