@@ -31,11 +31,20 @@ TAIL = 6000
 _TAKEN: list[IO[bytes]] = []  # locks of this process's ports, held until it ends
 
 
+def _not_handed_out() -> list[int]:
+    """Ports that the system gives to nobody who does not ask for them."""
+    low, high = 32768, 60999
+    with contextlib.suppress(OSError, ValueError):
+        low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    ports = [port for port in range(10000, 65536) if not low <= port <= high]
+    return ports if len(ports) > 4000 else list(range(12000, 32000))
+
+
 def free_port() -> int:
     """A TCP port that nobody has, and that no other test process of this machine is given while this one lives."""
     folder = Path(tempfile.gettempdir()) / f"megaponder-test-ports-{os.getuid()}"
     folder.mkdir(exist_ok=True)
-    for port in random.SystemRandom().sample(range(12000, 32000), 2000):  # below those that the system hands out
+    for port in random.SystemRandom().sample(_not_handed_out(), 2000):
         lock = (folder / str(port)).open("wb")
         with contextlib.suppress(OSError), socket.socket() as s:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
