@@ -102,7 +102,7 @@ def loop(run: Run) -> int:
             save(run)
         elif saves and run.local is not None and _every(cfg.checkpoint.local_every, step, run.total):
             save_locally(run, run.local)
-    return 0
+    return run.stop.agreed() if run.state.evaluation_due else 0  # another start does the last evaluation
 
 
 def validate(run: Run, row: Row) -> bool:

@@ -216,6 +216,10 @@ def one_process(root: str, data: str) -> dict[str, Any]:
     job("evaluation")
     results["evaluation-first"] = results["evaluation"]
     job("evaluation")
+    _at_evaluation(signal.SIGUSR1)
+    job("evaluation-last", train__steps=4)
+    results["evaluation-last-first"] = results["evaluation-last"]
+    job("evaluation-last", train__steps=4)
     _stall(16, _signal_in_data(5, signal.SIGUSR2))
     job("stall", train__eval_batches=0)
 

@@ -110,6 +110,15 @@ def test_a_signal_in_an_evaluation_saves_and_the_next_start_does_the_evaluation(
     assert set(base.rows("one/evaluation")[4]) >= set(base.rows()[4]) - {"checkpoint_seconds", "checkpoint_bytes"}
 
 
+def test_a_signal_in_the_last_evaluation_is_no_end(base: Base, one: Any) -> None:
+    """A launcher would take an exit code of 0 for the end, and nobody would do the evaluation."""
+    results, texts = one
+    assert results["evaluation-last-first"] == 75 and results["evaluation-last"] == 0
+    assert "Stopped by SIGUSR1 after step 4; it is saved." in texts["evaluation-last"]
+    assert list(base.rows("one/evaluation-last")) == [1, 2, 3, 4]
+    assert "validation_loss" in base.rows("one/evaluation-last")[4]
+
+
 def test_a_signal_while_data_stall_saves(base: Base, one: Any) -> None:
     assert one[0]["stall"] == 75 and "Stopped by SIGUSR2 after step 4" in one[1]["stall"]
     assert steps(base.root / "one" / "stall")[0] == 4
