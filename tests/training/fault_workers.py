@@ -309,9 +309,10 @@ FAULTS: dict[str, Callable[[], bool]] = {"left out": lambda: False, "late": lamb
 
 
 def _hold(at_step: int, run: str) -> None:
-    """This step's computation waits for the file RUN.go."""
+    """This step's computation makes the file RUN.held and waits for RUN.go."""
 
     def wait(engine: Any) -> None:
+        Path(f"{run}.held").touch()
         while not os.path.exists(f"{run}.go"):
             time.sleep(0.01)
 
@@ -321,7 +322,7 @@ def _hold(at_step: int, run: str) -> None:
 def command(hang: float, deadline: float, fault: str = "", held: int = 0, publishes: bool = True, **job: Any) -> None:
     """`megaponder train` on a job, with other patience; ends with its exit code.
 
-    In step `held` it waits for the file RUN.go; without `publishes` it does not get to the end of its first save.
+    In step `held` it makes the file RUN.held and waits for RUN.go; without `publishes` its first save does not end.
     """
     import sys
 
