@@ -35,7 +35,10 @@ def run(args: argparse.Namespace) -> int:
     out = Path(args.out)
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: a file has this name; name a folder.")
-    paths = list(dict.fromkeys(Path(name) for name in args.runs))
+    named: dict[Path, Path] = {}
+    for name in args.runs:
+        named.setdefault(Path(name).resolve(), Path(name))
+    paths = list(named.values())
     if len(missing := [str(path) for path in paths if not path.is_dir()]) > 1:
         raise UserError(f"{', '.join(missing)}: there are no such run folders.")
     for path in missing:  # whatever is wrong with the others; it says which run may be meant

@@ -50,6 +50,12 @@ def losses(group: Group) -> list[Number]:
     return [number([a["losses"][k] for a in found]) for k in range(count)]
 
 
+def by_depth(group: Group) -> dict[int, Number]:
+    """`Result.by_depth`, at the depths that all runs have."""
+    found = [r.by_depth for r in group.results]
+    return {k: number([each[k] for each in found]) for k in found[0] if all(k in each for each in found)}
+
+
 def benefits(group: Group) -> dict[int, Number]:
     """By number of passes: what the next one takes off the loss."""
     return {k: number([d["benefit"] for d in each], each[0]["standard_error"]) for k, each in _decisions(group).items()}

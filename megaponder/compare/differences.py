@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from megaponder.compare.results import Group, Result
@@ -18,17 +19,39 @@ SECTIONS_LEFT_OUT = ("ponder", "parallel", "checkpoint", "faults", "logging")
 """The method itself, and what changes no number."""
 
 
-def settings(cfg: RunConfig) -> dict[str, Any]:
+def settings(cfg: RunConfig, texts: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
     """All settings of a resolved configuration that a comparison must match, by name.
 
     A field declares if it is left out, as those are that name places, and those that others settle (`_settled`).
+    Datasets have the names that `texts` gives their paths.
     """
     fields = {
         name: value_of(cfg, name)
         for name, field in all_fields().items()
         if field.declared.compared and name.partition(".")[0] not in SECTIONS_LEFT_OUT
     }
+    for name in ("data.train", "data.valid"):
+        fields[name] = _renamed(fields[name], texts)
+    if cfg.data.valid:  # nothing is split then
+        del fields["data.split"]
     return fields | _settled(cfg)
+
+
+def _renamed(value: Any, names: Mapping[str, str]) -> Any:
+    if isinstance(value, dict):
+        return {name: _renamed(part, names) for name, part in value.items()}
+    return [names.get(v, v) if isinstance(v, str) else v for v in value]
+
+
+def _texts(results: Sequence[Result]) -> dict[str, dict[str, str]]:
+    """By run, what each dataset is called: one content has one name, wherever a run found it; another content of the
+    same path has its identity in its name."""
+    called: dict[str, str] = {}
+    for result in results:
+        for path, content in result.data.items():
+            if content not in called:
+                called[content] = f"{path} ({content[:8]})" if path in called.values() else path
+    return {r.name: {path: called[content] for path, content in r.data.items()} for r in results}
 
 
 def _settled(cfg: RunConfig) -> dict[str, Any]:
@@ -45,7 +68,8 @@ def _settled(cfg: RunConfig) -> dict[str, Any]:
 def labels(results: Sequence[Result]) -> dict[str, str]:
     """A short label of each run: its method, and what of its options and settings tells it from others, never its seed;
     where that is long, its folder (of runs that differ in their seed, the first one's)."""
-    known = {r.name: _identity(r) for r in results}
+    texts = _texts(results)
+    known = {r.name: _identity(r, texts[r.name]) for r in results}
     labels: dict[str, str] = {}
     made: dict[str, str] = {}
     for result in results:
@@ -64,10 +88,10 @@ def labels(results: Sequence[Result]) -> dict[str, str]:
     return labels
 
 
-def _identity(result: Result) -> dict[str, Any]:
+def _identity(result: Result, texts: Mapping[str, str]) -> dict[str, Any]:
     """Settings and options but the seeds."""
     assert result.config is not None
-    own = {n: v for n, v in settings(result.config).items() if n not in SEEDS and n != "data.shuffle_seed"}
+    own = {n: v for n, v in settings(result.config, texts).items() if n not in SEEDS and n != "data.shuffle_seed"}
     return own | {f"ponder.{name}": value for name, value in vars(method_of(result.config).options).items()}
 
 
@@ -76,14 +100,15 @@ def _short(value: Any) -> str:
         return "; ".join(f"{name}: {_short(part)}" for name, part in value.items()) or "none"
     if isinstance(value, list | tuple):
         return ", ".join(map(_short, value)) or "none"
+    if value is None:
+        return "none"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def warnings(groups: Sequence[Group]) -> list[str]:
     """A sentence for each setting besides the method in which the groups differ."""
-    known = {g.label: settings(g.first.config) for g in groups if g.first.config is not None}
-    if len(known) < 2:
-        return []
+    texts = _texts([r for g in groups for r in g.results])
+    known = {g.label: settings(g.first.config, texts[g.first.name]) for g in groups if g.first.config is not None}
     said = []
     for name in sorted({n for values in known.values() for n in values if n not in SEEDS}):
         by_value: dict[str, list[str]] = {}
@@ -116,5 +141,10 @@ def _follows_seed(groups: Sequence[Group]) -> bool:
 
 
 def _sentence(name: str, by_value: Mapping[str, Sequence[str]]) -> str:
-    parts = [f"{value} ({', '.join(members)})" for value, members in by_value.items()]
+    parts = [f"{value} ({', '.join(map(_quoted, members))})" for value, members in by_value.items()]
     return f"{name} differs: {'; '.join(parts)}."
+
+
+def _quoted(label: str) -> str:
+    """In quotation marks, where a comma within it could pass for one after it."""
+    return f'"{label}"' if "," in label else label

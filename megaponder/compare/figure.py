@@ -84,8 +84,14 @@ def _curves(axes: Any, groups: Sequence[Group], x: str, scale: float) -> None:
 def _cut(axes: Any, groups: Sequence[Group]) -> None:
     """Show losses from where each group has seen a part of its text."""
     late = [
-        p.loss for g in groups for r in g.results for p in r.points if p.tokens >= SHOWN_FROM * r.last.tokens
-    ]  # fmt: skip
+        p.loss
+        for g in groups
+        for r in g.results
+        for p in r.points
+        if p.tokens >= SHOWN_FROM * r.last.tokens and math.isfinite(p.loss)
+    ]
+    if not late:
+        return
     low, high = min(late), max(late)
     room = 0.06 * (high - low) or 0.05
     axes.set_ylim(low - room, high + room)
@@ -111,11 +117,11 @@ def _over_training(axes: Any, groups: Sequence[Group]) -> None:
 
 
 def _over_inference(axes: Any, groups: Sequence[Group]) -> None:
-    # of one text: that of the sweeps where each run has one, else the held-out text of training
+    # all of one text: that of the sweeps where each run has one, else the held-out text of training, without sweeps
     swept = all(_as_trained(r) is not None for g in groups for r in g.results)
     for i, group in enumerate(groups):
         style = _style(i)
-        points = depth.sweeps(group)
+        points = depth.sweeps(group) if swept else []
         for kind, line in ((OTHER_PASSES, "-"), (HALTING, ":")):
             places = sorted((s.flops, s.loss) for s in points if s.kind in (kind, AS_TRAINED))
             if len(places) > 1:
@@ -132,7 +138,7 @@ def _over_inference(axes: Any, groups: Sequence[Group]) -> None:
             markersize=8, markeredgecolor="white", linestyle="none", capsize=3,
         )  # fmt: skip
     best = depth.front([(s.flops, s.loss) for g in groups for s in depth.sweeps(g) if s.kind != RANDOM])
-    if len(best) > 1:
+    if swept and len(best) > 1:
         axes.step(*zip(*best, strict=True), where="post", color="#adb5bd", linewidth=4, alpha=0.5, zorder=0)
         told = "lines: other numbers of passes\ndotted: other thresholds\ncrosses: at random\ngrey: best of all"
         axes.text(0.98, 0.97, told, transform=axes.transAxes, fontsize=8, ha="right", va="top", color="#495057")
@@ -165,18 +171,20 @@ def _logarithmic(axes: Any) -> None:
 def _by_depth(axes: Any, groups: Sequence[Group]) -> None:
     deepest, measured = 1, any(len(depth.losses(g)) > 1 for g in groups)
     for i, group in enumerate(groups):
-        if measured:
-            rows = dict(enumerate(depth.losses(group), 1))
-        else:
-            rows = {k: Number(loss, loss, loss) for k, loss in group.first.by_depth.items()}
+        rows = dict(enumerate(depth.losses(group), 1)) if measured else depth.by_depth(group)
         if len(rows) > 1:
-            _with_range(axes, rows, **_style(i))
+            style = _style(i)
+            if measured or group.first.depth is None:
+                _with_range(axes, rows, **style)
+            else:  # other tokens at each depth: no curve
+                places, losses = list(rows), [n.mean for n in rows.values()]
+                axes.plot(places, losses, markersize=6, fillstyle="none", **style | {"linestyle": "none"})
             deepest = max(deepest, *rows)
     axes.set_xticks(range(1, deepest + 1))
     axes.set(
         xlabel="passes after which all tokens stop"
         if measured
-        else "pass that is read out; where tokens halt, their depth",
+        else "pass that is read out; hollow: of the tokens that halt there",
         ylabel=LOSS,
         title="Held-out loss by depth",
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +25,8 @@ from megaponder.training import same_data
 
 X = ("tokens", "needed", "executed", "seconds")
 """What a loss can be drawn over."""
+PART = "loss_"
+"""Before the name of a named text, in the name of its loss."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +69,16 @@ class Result:
     """Mean passes of a held-out token, where tokens halt."""
     by_depth: Mapping[int, float] = field(default_factory=dict)
     """Held-out loss of the tokens of each depth; where none halts, loss read out after each pass."""
+    sets: Mapping[str, float] = field(default_factory=dict)
+    """Last held-out loss of each named set, where there are several."""
     whole: float | None = None
     """Loss over more held-out text than the evaluations in training read, where it was measured."""
+    whole_sets: Mapping[str, float] = field(default_factory=dict)
+    """That of each of its datasets, where there are several."""
     text: str = ""
     """Which text that is, where runs may differ in it."""
+    data: Mapping[str, str] = field(default_factory=dict)
+    """What identifies the content of each dataset that the run read, by its path; empty where nothing says it."""
     tokenizer: str | None = None
     """Fingerprint of the training data's; None where nothing says it."""
     bits_per_byte: float | None = None
@@ -88,8 +98,15 @@ class Result:
         """The one to judge by."""
         return self.last.loss if self.whole is None else self.whole
 
+    @property
+    def named(self) -> Mapping[str, float]:
+        """Parts of `loss` by the names of their texts."""
+        return self.sets if self.whole is None else self.whole_sets
+
     def value(self, name: str) -> float | None:
-        """One number by its name: of the run, or of its last evaluation."""
+        """One number by its name: of the run, of its last evaluation, or (`loss_NAME`) of a named text."""
+        if name.startswith(PART):
+            return self.named.get(name.removeprefix(PART))
         found: float | None = getattr(self, name) if hasattr(self, name) else getattr(self.last, name)
         return found
 
@@ -160,6 +177,10 @@ def read_run(run: Path) -> Result:
     end, total = series.rows[-1]["step"], series.rows[-1].get("total_steps")
     if total is not None and end < total:
         notes += (f"{run} is not finished: it is at step {end:,} of {total:,}.",)
+    if not math.isfinite(points[-1].loss):
+        notes += (f"{run} has diverged: its last held-out loss is {points[-1].loss}.",)
+    valid = cfg.data.valid if isinstance(cfg.data.valid, dict) else {}
+    sets = {name: last[key] for name in valid if (key := f"validation_loss_{name}") in last}
     told = _evaluation(run)
     if told.step not in (None, end):
         file = run / evaluation.NAME
@@ -173,9 +194,11 @@ def read_run(run: Path) -> Result:
         parameters=model_parameters(cfg.model, own_parameters(method, cfg.model.num_layers or 0)).total,
         depth=last.get("ponder_valid_mean_depth"),
         by_depth=_numbered(last, "ponder_valid_loss_depth") or _by_pass(last),
+        sets=sets if len(sets) > 1 else {},
         whole=told.loss,
+        whole_sets=told.sets if len(told.sets) > 1 else {},
         text=told.text,
-        tokenizer=_tokenizer(run),
+        **_datasets(run),
         bits_per_byte=told.bits_per_byte,
         sweep=told.sweep,
         analysis=told.analysis,
@@ -184,13 +207,17 @@ def read_run(run: Path) -> Result:
     )
 
 
-def _tokenizer(run: Path) -> str | None:
-    """From the record of the data that the run read."""
+def _datasets(run: Path) -> dict[str, Any]:
+    """`Result.data` and `Result.tokenizer`, from the record of the data that the run read."""
     try:
         datasets = json.loads((run / same_data.NAME).read_text())["datasets"]
-        return next((d["tokenizer"] for d in datasets.values() if d["tokenizer"]), None)
+        known = {
+            path: hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+            for path, identity in datasets.items()
+        }
+        return {"data": known, "tokenizer": next((d["tokenizer"] for d in datasets.values() if d["tokenizer"]), None)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+        return {}
 
 
 def _numbered(row: Mapping[str, Any], prefix: str) -> dict[int, float]:
@@ -211,6 +238,8 @@ class Evaluated:
 
     loss: float | None = None
     """Of the model as it is, over held-out datasets."""
+    sets: Mapping[str, float] = field(default_factory=dict)
+    """Of each of them."""
     text: str = ""
     """Names of the datasets, their numbers of targets, and the length of windows."""
     step: int | None = None
@@ -243,7 +272,8 @@ def evaluated(told: Mapping[str, Any]) -> Evaluated:
     text = ", ".join(f"{name} ({values['targets']:,} targets)" for name, values in results[0]["data"].items())
     if told.get("length"):
         text += f", in windows of {told['length']:,} tokens"
-    return Evaluated(whole["loss"], text, told.get("step"), whole["bits_per_byte"], points, analysis)
+    sets = {name: values["loss"] for name, values in results[0]["data"].items()}
+    return Evaluated(whole["loss"], sets, text, told.get("step"), whole["bits_per_byte"], points, analysis)
 
 
 def kind(variant: str) -> str:
@@ -261,12 +291,28 @@ def of_one_text(results: Sequence[Result]) -> tuple[list[Result], list[str]]:
     training.
     """
     texts = {r.text if r.whole is not None else None for r in results}
+    if texts == {None}:
+        return list(results), _looks(results)
     if len(texts) == 1:
         return list(results), [f"Losses in the tables are of {text}." for text in texts if text]
     plain = [replace(r, whole=None, bits_per_byte=None) for r in results]
     without = [r.name for r in results if r.whole is None]
     why = f"{', '.join(without)} {'has' if len(without) == 1 else 'have'} none" if without else "their texts differ"
     return plain, [f"What megaponder eval found of whole texts is not in the tables, since {why}."]
+
+
+def _looks(results: Sequence[Result]) -> list[str]:
+    """How much text the last evaluation of training read, where that is the same for all."""
+    counts = {(c.train.eval_batches * c.train.global_batch, c.data.sequence_length, isinstance(c.data.valid, dict))
+              for c in (r.config for r in results) if c is not None}  # fmt: skip
+    if len(counts) != 1:
+        return []
+    ((sequences, length, sets),) = counts
+    of_each = " of each set" if sets else ""
+    return [
+        f"Losses in the tables are of the last evaluation in training, {sequences:,} sequences of {length:,} tokens"
+        f"{of_each} (train.eval_batches); megaponder eval RUN --depth reads the whole text."
+    ]
 
 
 def grouped(results: Sequence[Result], labels: Mapping[str, str]) -> list[Group]:
@@ -284,13 +330,32 @@ def notes_of(groups: Sequence[Group]) -> list[str]:
     without = [r.name for r in results if not r.sweep]
     if 0 < len(without) < len(results):
         said.append(
-            f"{', '.join(without)}: not measured at other depths, so not among the best at equal FLOPs of inference; "
-            "megaponder eval RUN --depth does it."
+            f"{', '.join(without)}: not measured at other depths, so not among the best at equal FLOPs of inference, "
+            "and the figure over them shows no other depths; megaponder eval RUN --depth measures them."
         )
+    if any(len(g.results) > 1 for g in groups):
+        said.append("After ±: the standard deviation over runs. Bands and bars in the figure: from the least to the "
+                    "greatest of them.")  # fmt: skip
+    if any("policy" in (r.analysis or {}) for g in groups if len(g.results) == 1 for r in g.results):
+        said.append("Around numbers of one run: a standard error over windows of text.")
     for group in groups:
+        said += _same_seed(group)
         for result in group.results:
             said += result.notes
         if len(group.results) > 1 and len({p.tokens for r in group.results for p in [r.last]}) > 1:
             ends = ", ".join(f"{r.last.tokens:,}" for r in group.results)
             said.append(f"The runs of {group.label} end after different numbers of tokens: {ends}.")
     return said
+
+
+def _same_seed(group: Group) -> list[str]:
+    """A sentence for runs of a group that repeat each other."""
+    by_seed: dict[tuple[int, int | None], list[str]] = {}
+    for r in group.results:
+        if r.config is not None:
+            by_seed.setdefault((r.config.train.seed, r.config.data.shuffle_seed), []).append(r.name)
+    return [
+        f"{', '.join(names)} have the same seed, {seed}: the spread of {group.label} is too small."
+        for (seed, _), names in by_seed.items()
+        if len(names) > 1
+    ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megaponder.compare import depth
 from megaponder.compare.depth import Number
-from megaponder.compare.results import Group
+from megaponder.compare.results import PART, Group
 from megaponder.inference.sweep import RANDOM
 from megaponder.monitor.registry import amount
 
@@ -51,6 +51,14 @@ COLUMNS = (
 )
 
 
+def _columns(groups: Sequence[Group]) -> list[Column]:
+    """Those of `COLUMNS`, and the loss of each named text that all runs have."""
+    named = [r.named for g in groups for r in g.results]
+    parts = [name for name in named[0] if all(name in one for one in named)]
+    tokens, loss, *others = COLUMNS
+    return [tokens, loss, *(Column(f"loss, {name}", PART + name, _loss, spread=True) for name in parts), *others]
+
+
 def tables(groups: Sequence[Group]) -> list[Table]:
     """All tables that the groups can fill."""
     made = [_main(groups), _front(groups), _passes(groups), _policy(groups)]
@@ -70,7 +78,7 @@ def _cells(group: Group, columns: Sequence[Column]) -> list[str]:
 
 
 def _main(groups: Sequence[Group]) -> Table:
-    columns = [c for c in COLUMNS if any(g.mean(c.value) is not None for g in groups)]
+    columns = [c for c in _columns(groups) if any(g.mean(c.value) is not None for g in groups)]
     titles = ["method", "runs", *(c.title for c in columns)]
     return Table("", [titles, *(_cells(g, columns) for g in groups)])
 
@@ -84,7 +92,11 @@ def _front(groups: Sequence[Group]) -> Table:
         for label, s in sorted(points, key=lambda p: (p[1].flops, p[1].loss))
         if (s.flops, s.loss) in best
     ]
-    return Table("Best loss at every number of FLOPs of inference", [["method", "at", "FLOPs/token", "loss"], *rows], 2)
+    return Table(
+        "Best loss at every number of FLOPs of inference, on the sample of --depth",
+        [["method", "at", "FLOPs/token", "loss"], *rows],
+        2,
+    )
 
 
 def _passes(groups: Sequence[Group]) -> Table:
@@ -183,11 +195,12 @@ def comma_separated(groups: Sequence[Group]) -> str:
         [f"{name}_after_{k}" for k in passes[:-1] for name in ("benefit", "rank_correlation")] if deepest > 1 else []
     )
     extra += ["shuffled_minus_own", "uniform_minus_own"] if deepest > 1 else []
-    writer.writerow(["method", "run", *(c.value for c in COLUMNS), *extra])
+    columns = _columns(groups)
+    writer.writerow(["method", "run", *(c.value for c in columns), *extra])
     for group in groups:
         for result in group.results:
             alone = Group(group.label, (result,))
-            values = [result.value(c.value) for c in COLUMNS]
+            values = [result.value(c.value) for c in columns]
             found = _told(alone)
             values += [found.get(name) for name in extra]
             writer.writerow([group.label, result.name, *("" if v is None else repr(v) for v in values)])
