@@ -70,7 +70,7 @@ def evaluate(run: Path, task: dict[str, Any]) -> dict[str, Any]:
     batch = max(1, READ_AT_ONCE // cfg.data.sequence_length)
     for how, apart in HOW.items():
         seen = replace(cfg, data=replace(cfg.data, document_attention=apart))
-        scores = heldout.score_all(seen, state, named, batch, limit=task["limit"])
+        scores = heldout.score_all(seen, state, named, heldout.Reading(batch, limit=task["limit"]))
         whole = heldout.together(list(scores.values())).loss
         found[how] = {"loss": whole, "kinds": {kind: score.loss for kind, score in scores.items()}}
     return found

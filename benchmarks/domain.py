@@ -167,7 +167,7 @@ def measure(run: Path, text: texts.Corpus, paths: dict[str, str]) -> dict[str, A
 
     cfg, state = heldout.read_model(run)
     kinds = {kind: text.path(f"heldout-{kind}") for kind in text.heldout if kind != "all"}
-    scores = heldout.score_all(cfg, state, kinds | {"answers": paths["heldout"]}, 32, limit=TARGETS)
+    scores = heldout.score_all(cfg, state, kinds | {"answers": paths["heldout"]}, heldout.Reading(32, limit=TARGETS))
     general = heldout.together([score for kind, score in scores.items() if kind not in (DOMAIN, "answers")])
     records = [json.loads(line) for line in Path(f"{paths['heldout']}.jsonl").read_text().splitlines()]
     new = min(64, cfg.data.sequence_length // 2)

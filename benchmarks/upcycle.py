@@ -155,7 +155,7 @@ def measure(run: Path, text: texts.Corpus) -> dict[str, Any]:
 
     cfg, state = heldout.read_model(run)
     kinds = {kind: text.path(f"heldout-{kind}") for kind in text.heldout if kind != "all"}
-    scores = heldout.score_all(cfg, state, kinds, 32)
+    scores = heldout.score_all(cfg, state, kinds, heldout.Reading(32))
     whole = heldout.together(list(scores.values()))
     return {"loss": whole.loss, "kinds": {kind: {"loss": score.loss} for kind, score in scores.items()}}
 

@@ -29,7 +29,7 @@ def evaluate(run: Path, task: dict[str, Any]) -> dict[str, Any]:
     cfg, state = heldout.read_model(run)
     folder, length = Path(task["corpus"]["folder"]), cfg.data.sequence_length
     kinds = {kind: str(folder / f"heldout-{kind}") for kind in task["corpus"]["heldout"] if kind != "all"}
-    scores = heldout.score_all(cfg, state, kinds, BATCH)
+    scores = heldout.score_all(cfg, state, kinds, heldout.Reading(BATCH))
     whole = heldout.together(list(scores.values()))
     sample = evaluation.Sample((str(folder / "heldout"),), SWEEP * length, FIT * length)
     by_depth = evaluation.by_depth(cfg, state, sample, BATCH)

@@ -109,10 +109,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--length", args.length, f"the model's longest sequence is {longest}", f"use {longest}")
     named = heldout.datasets(cfg, args.data)
     made = variants.asked(cfg, state, args.thresholds, args.passes)
-    found = [
-        (label, heldout.score_all(changed, weights, named, args.batch, args.length, args.limit))
-        for label, changed, weights in made
-    ]
+    reading = heldout.Reading(args.batch, args.length, args.limit)
+    found = [(label, heldout.score_all(changed, weights, named, reading)) for label, changed, weights in made]
     for line in table(found):
         print(line)
     length = args.length or cfg.data.sequence_length

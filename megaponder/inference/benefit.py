@@ -29,7 +29,7 @@ from megaponder.data.batch import MicroBatch
 from megaponder.data.indexed import read_index
 from megaponder.data.token_classes import CLASSES, TextClasses, bands
 from megaponder.data.tokenizer import Tokenizer
-from megaponder.inference.heldout import batches, deciding
+from megaponder.inference.heldout import WHOLE, Reading, batches, deciding
 
 if TYPE_CHECKING:
     from megaponder.engine.step import Engine
@@ -67,19 +67,11 @@ def analyse(
     cfg: RunConfig,
     prefixes: Sequence[str],
     tokenizer: Tokenizer | None = None,
-    batch: int = 8,
-    length: int | None = None,
-    limit: int | None = None,
-    skip: int = 0,
+    reading: Reading = WHOLE,
 ) -> dict[str, Any]:
-    """The numbers above, for JSON, from `limit` targets of each dataset after `skip` others; a one-process engine."""
+    """The numbers above, for JSON; a one-process engine."""
     parts = [
-        micro_batch
-        for prefix in prefixes
-        for micro_batch, count in batches(
-            read_index(prefix), cfg, batch, length or cfg.data.sequence_length, limit, skip
-        )
-        if count
+        micro_batch for prefix in prefixes for micro_batch, count in batches(read_index(prefix), cfg, reading) if count
     ]
     classes = TextClasses(tokenizer) if tokenizer is not None else None
     tokens = _measure(engine, parts, classes)

@@ -25,7 +25,7 @@ from megaponder.data.tokenizer import load_tokenizer
 from megaponder.errors import UserError
 from megaponder.export import reference
 from megaponder.inference import benefit, variants
-from megaponder.inference.heldout import Score, together
+from megaponder.inference.heldout import Reading, Score, together
 from megaponder.inference.sweep import sweep
 
 NAME = "eval.json"
@@ -42,6 +42,10 @@ class Sample:
     skipped: int
     """Targets before them, on which thresholds are fitted."""
 
+    def reading(self, batch: int, length: int | None = None) -> Reading:
+        """Of the sample, in windows of `length` tokens."""
+        return Reading(batch, length, self.targets, self.skipped)
+
 
 def sample(named: Mapping[str, str], targets: int) -> Sample:
     """About `targets` targets, the same number of each dataset, behind an eighth as many."""
@@ -55,7 +59,8 @@ def by_depth(
     cfg: RunConfig, state: dict[str, Tensor], sample: Sample, batch: int, length: int | None = None
 ) -> dict[str, Any]:
     """Sweep and analysis of a whole model in this process, in FP32."""
-    swept = sweep(cfg, state, sample.prefixes, batch, sample.targets, sample.skipped, length)
+    reading = sample.reading(batch, length)
+    swept = sweep(cfg, state, sample.prefixes, reading)
     try:
         words = load_tokenizer(cfg.data.tokenizer) if cfg.data.tokenizer else None
     except UserError:
@@ -63,9 +68,7 @@ def by_depth(
     if cfg.ponder.method == "ponderlm" and variants.has_threshold(cfg):
         cfg = variants.with_threshold(cfg, 1.0)  # the same numbers, and how sure the model is after each pass
     with reference.engine(cfg, state) as engine:
-        found = benefit.analyse(
-            engine, cfg, sample.prefixes, words, batch, length, sample.targets, sample.skipped
-        )  # fmt: skip
+        found = benefit.analyse(engine, cfg, sample.prefixes, words, reading)
     return {"sample": asdict(sample), "sweep": swept, "analysis": found}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from megaponder.config.schema import RunConfig
-from megaponder.inference.heldout import decided, together
+from megaponder.inference.heldout import Reading, decided, together
 
 if TYPE_CHECKING:
     from megaponder.engine.step import Engine
@@ -21,12 +21,11 @@ def fit_threshold(
     cfg: RunConfig,
     prefixes: Sequence[str],
     depth: float,
-    batch: int,
-    limit: int,
+    reading: Reading,
     tries: int = 16,
     known: dict[float, float] | None = None,
 ) -> float:
-    """The threshold at which the first `limit` targets of each dataset have this mean depth, as nearly as one has it.
+    """The threshold at which the targets of each dataset have this mean depth, as nearly as one has it.
 
     By bisection of the threshold's logit.  The engine holds the model of `cfg` and is left with that threshold.
     `known` are mean depths of the same model and data by logit, and gets those that are measured.
@@ -36,7 +35,7 @@ def fit_threshold(
     def measured(logit: float) -> float:
         options.threshold = 1 / (1 + math.exp(-logit))
         if logit not in known:
-            parts = [decided(engine, cfg, prefix, batch, None, limit) for prefix in prefixes]
+            parts = [decided(engine, cfg, prefix, reading) for prefix in prefixes]
             known[logit] = together(parts).stats["mean_depth"]
         return known[logit]
 

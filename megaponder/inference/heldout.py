@@ -33,6 +33,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Reading:
+    """How a dataset is read, and which of its targets."""
+
+    batch: int = 8
+    """Windows at a time."""
+    length: int | None = None
+    """Tokens of a window; None: data.sequence_length."""
+    limit: int | None = None
+    """Targets at most; None: all."""
+    skip: int = 0
+    """Targets before them."""
+
+
+@dataclass(frozen=True)
 class Score:
     """What a model makes of a text."""
 
@@ -71,6 +85,10 @@ class Score:
         """All of it, for JSON."""
         told = {"loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
         return {**told, "targets": self.targets, "bytes": self.text_bytes, "flops_per_token": self.flops, **self.stats}
+
+
+WHOLE = Reading()
+"""All of it, in windows of the training's length."""
 
 
 def together(scores: Sequence[Score]) -> Score:
@@ -200,13 +218,12 @@ def windows(
         yield np.pad(part, (0, length - real)), real
 
 
-def batches(
-    index: Index, cfg: RunConfig, batch: int, length: int, limit: int | None = None, skip: int = 0
-) -> Iterator[tuple[MicroBatch, int]]:
-    """Micro-batches of `batch` windows, the last one filled up, and how many tokens of each count."""
+def batches(index: Index, cfg: RunConfig, reading: Reading) -> Iterator[tuple[MicroBatch, int]]:
+    """Micro-batches of `reading.batch` windows, the last one filled up, and how many tokens of each count."""
     if index.mask is not None:
-        yield from _conversations(index, cfg, batch, length, limit, skip)
+        yield from _conversations(index, cfg, reading)
         return
+    batch, length = reading.batch, reading.length or cfg.data.sequence_length
     waiting: list[tuple[np.ndarray, int]] = []
 
     def made() -> tuple[MicroBatch, int]:
@@ -217,7 +234,7 @@ def batches(
             out.loss_mask_bn[row, real:] = 0.0
         return out, int(out.loss_mask_bn.sum())
 
-    for window in windows(index, length, cfg.data.eod_id, limit, skip):
+    for window in windows(index, length, cfg.data.eod_id, reading.limit, reading.skip):
         waiting.append(window)
         if len(waiting) == batch:
             yield made()
@@ -226,12 +243,11 @@ def batches(
         yield made()
 
 
-def _conversations(
-    index: Index, cfg: RunConfig, batch: int, length: int, limit: int | None, skip: int
-) -> Iterator[tuple[MicroBatch, int]]:
+def _conversations(index: Index, cfg: RunConfig, reading: Reading) -> Iterator[tuple[MicroBatch, int]]:
     """`batches` of conversations: the targets before `skip` and after `limit` do not count."""
     padding, data, seen = cfg.data.eod_id or 0, cfg.data, 0
-    end = math.inf if limit is None else skip + limit
+    batch, length, skip = reading.batch, reading.length or data.sequence_length, reading.skip
+    end = math.inf if reading.limit is None else skip + reading.limit
     empty = dict(text=np.full(length + 1, padding), targets=np.zeros(length), starts=np.zeros(length))
     waiting: list[dict[str, np.ndarray]] = []
     whole = in_stored_order(index, length, padding)
@@ -261,52 +277,35 @@ def deciding(method: Method) -> Iterator[None]:
         method.hard = False
 
 
-def score(
-    engine: Engine,
-    cfg: RunConfig,
-    prefix: str,
-    batch: int = 8,
-    length: int | None = None,
-    limit: int | None = None,
-    skip: int = 0,
-) -> Score:
+def score(engine: Engine, cfg: RunConfig, prefix: str, reading: Reading = WHOLE) -> Score:
     """The score of a dataset under a one-process engine, or under one of any layout whose data-parallel size is 1.
 
-    `limit`: only so many targets, after `skip` others.  What decoding leaves out is left out; of a method that weighs
-    it in training instead, that loss stands beside it as `soft_loss`.
+    What decoding leaves out is left out; of a method that weighs it in training instead, that loss stands beside it as
+    `soft_loss`.
     """
     method = engine.stage.method
-    found = decided(engine, cfg, prefix, batch, length, limit, skip)
+    found = decided(engine, cfg, prefix, reading)
     if not method.weighs or method.window is not None:
         return found
-    soft = _score(engine, cfg, prefix, batch, length, limit, skip)
+    soft = _score(engine, cfg, prefix, reading)
     return replace(found, means={**found.means, "soft_loss": soft.loss})
 
 
-def decided(
-    engine: Engine,
-    cfg: RunConfig,
-    prefix: str,
-    batch: int = 8,
-    length: int | None = None,
-    limit: int | None = None,
-    skip: int = 0,
-) -> Score:
+def decided(engine: Engine, cfg: RunConfig, prefix: str, reading: Reading = WHOLE) -> Score:
     """`score` without `soft_loss`."""
     with deciding(engine.stage.method):
-        return _score(engine, cfg, prefix, batch, length, limit, skip)
+        return _score(engine, cfg, prefix, reading)
 
 
-def _score(
-    engine: Engine, cfg: RunConfig, prefix: str, batch: int, length: int | None, limit: int | None, skip: int
-) -> Score:
+def _score(engine: Engine, cfg: RunConfig, prefix: str, reading: Reading) -> Score:
     index = read_index(prefix)
-    meta = read_meta(index) if not skip and (limit is None or limit >= index.tokens) else None
+    whole = not reading.skip and (reading.limit is None or reading.limit >= index.tokens)
+    meta = read_meta(index) if whole else None
     text_bytes = meta.text_bytes if meta is not None and meta.conversations is None else None
-    length = length or cfg.data.sequence_length
+    length = reading.length or cfg.data.sequence_length
     sums: dict[str, float] = {"loss": 0.0}
     targets = 0
-    for micro_batch, count in batches(index, cfg, batch, length, limit, skip):
+    for micro_batch, count in batches(index, cfg, reading):
         out = engine.forward_backward([micro_batch], 0, train=False)
         targets += count
         for name, mean in {"loss": out.loss, **out.stats}.items():
@@ -322,16 +321,11 @@ def _score(
 
 
 def score_all(
-    cfg: RunConfig,
-    state: dict[str, Tensor],
-    named: Mapping[str, str],
-    batch: int = 8,
-    length: int | None = None,
-    limit: int | None = None,
+    cfg: RunConfig, state: dict[str, Tensor], named: Mapping[str, str], reading: Reading = WHOLE
 ) -> dict[str, Score]:
-    """Scores of several datasets under a whole model in this process, in FP32; `limit` targets of each."""
+    """Scores of several datasets under a whole model in this process, in FP32."""
     from megaponder.export import reference
     from megaponder.inference.variants import own_weights
 
     with reference.engine(cfg, own_weights(cfg, state)) as engine:
-        return {name: score(engine, cfg, prefix, batch, length, limit) for name, prefix in named.items()}
+        return {name: score(engine, cfg, prefix, reading) for name, prefix in named.items()}

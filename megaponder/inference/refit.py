@@ -16,7 +16,7 @@ from megaponder.errors import ConfigError
 from megaponder.export import reference
 from megaponder.export.to_hf import Refitted
 from megaponder.inference.fit import nearest
-from megaponder.inference.heldout import datasets, score
+from megaponder.inference.heldout import Reading, datasets, score
 from megaponder.inference.variants import STATE
 from megaponder.ponder.budget import MEAN, THETA, VARIANCE
 from megaponder.ponder.settings import method_of
@@ -46,7 +46,7 @@ def refit(
         def measured(theta: float) -> float:
             threshold[THETA] = theta = float(torch.tensor(theta).to(dtype))
             if theta not in seen:
-                result = score(engine, cfg, text, batch, None, tokens)
+                result = score(engine, cfg, text, Reading(batch, limit=tokens))
                 seen[theta] = (result.stats["mean_depth"], result.targets)
             return seen[theta][0]
 

@@ -18,7 +18,7 @@ from megaponder.config.schema import RunConfig
 from megaponder.engine import depth as depths
 from megaponder.export import reference
 from megaponder.inference import fit, variants
-from megaponder.inference.heldout import Score, score, together
+from megaponder.inference.heldout import Reading, Score, score, together
 from megaponder.ponder.settings import method_of
 
 if TYPE_CHECKING:
@@ -42,25 +42,23 @@ def sweep(
     cfg: RunConfig,
     state: dict[str, Tensor],
     prefixes: Sequence[str],
-    batch: int,
-    limit: int,
-    skip: int,
-    length: int | None = None,
+    reading: Reading,
 ) -> list[dict[str, Any]]:
     """Variant, kind, loss, depth and FLOPs per token of each variant of the model, for JSON.
 
-    Measured on `limit` targets of each dataset after `skip` others, on which thresholds are fitted.
+    Thresholds are fitted on the targets that `reading` skips.
     """
     method, found = cfg.ponder.method, []
     known: dict[float, float] = {}  # of the one model whose threshold is fitted
+    skipped = Reading(reading.batch, limit=reading.skip)
 
     def scored(engine: Engine, changed: RunConfig) -> Score:
-        return together([score(engine, changed, prefix, batch, length, limit, skip) for prefix in prefixes])
+        return together([score(engine, changed, prefix, reading) for prefix in prefixes])
 
     def measure(changed: RunConfig, variant: str, kind: str, depth: float | None = None) -> None:
         with reference.engine(changed, variants.own_weights(changed, state)) as engine:
             if depth is not None:
-                fitted = fit.fit_threshold(engine, changed, prefixes, depth, batch, skip, known=known)
+                fitted = fit.fit_threshold(engine, changed, prefixes, depth, skipped, known=known)
                 changed = variants.with_threshold(changed, fitted)
                 variant += f", threshold {fitted:.4g}"
             found.append(_told(scored(engine, changed), variant, kind))

@@ -52,7 +52,7 @@ def test_losses_by_passes_and_the_models_own_depths(family: str, method: str, tm
     prefix, _ = written(tmp_path / "text", 12 * LENGTH)
     cfg, state = heldout.read_model(tmp_path / "run")
     with reference.engine(cfg, state) as engine:
-        found = benefit.analyse(engine, cfg, [prefix], None, batch=5)
+        found = benefit.analyse(engine, cfg, [prefix], None, heldout.Reading(5))
         assert engine.stage.method.forced is None
         whole = heldout.score(engine, cfg, prefix)
         assert found["loss"] == pytest.approx(whole.loss, rel=1e-6) and found["targets"] == whole.targets
@@ -83,14 +83,15 @@ def test_ponderlm_is_read_out_after_each_pass_and_says_how_sure_it_is(
     checkpoints.make("llama", "ponderlm", tmp_path / "run", {"sequence_length": LENGTH})
     prefixes = tuple(written(tmp_path / f"text{seed}", 12 * LENGTH, seed)[0] for seed in (3, 4))
     cfg, state = heldout.read_model(tmp_path / "run")
-    told = evaluation.by_depth(cfg, state, evaluation.Sample(prefixes, 6 * LENGTH, 2 * LENGTH), batch=6)
+    sample = evaluation.Sample(prefixes, 6 * LENGTH, 2 * LENGTH)
+    told, reading = evaluation.by_depth(cfg, state, sample, batch=6), sample.reading(6, LENGTH)
     points = {p["variant"]: p for p in told["sweep"]}
     found = told["analysis"]
     assert [points[f"passes {k}"]["loss"] for k in (1, 2, 3)] == pytest.approx(found["losses"], rel=1e-6)
     assert {p["kind"] for p in told["sweep"]} == {"as trained", "passes", "halting"} and len(points) == 1 + 5 + 2
     # the score of the decision is the doubt: recomputed from the logits of one pass
     with reference.engine(variants.with_passes(cfg, 1), state) as engine:
-        parts = [b for p in prefixes for b, _ in heldout.batches(read_index(p), cfg, 6, LENGTH, 6 * LENGTH, 2 * LENGTH)]
+        parts = [b for p in prefixes for b, _ in heldout.batches(read_index(p), cfg, reading)]
         doubt = [-engine.logits(b.ids_bn).softmax(-1).amax(-1)[b.loss_mask_bn > 0] for b in parts]
     rank = benefit.spearman(torch.cat(doubt).double().numpy(), _benefit(cfg, state, parts))
     assert found["decisions"][0]["rank_correlation"] == pytest.approx(rank, abs=1e-3)
@@ -116,7 +117,7 @@ def test_pruned_latents_are_its_number_and_weighed_ones_stand_beside(tmp_path: P
         def loss() -> float:
             sums = [
                 (engine.forward_backward([b], 0, train=False).loss * n, n)
-                for b, n in heldout.batches(read_index(prefix), cfg, 8, LENGTH)
+                for b, n in heldout.batches(read_index(prefix), cfg, heldout.Reading(8, LENGTH))
             ]
             return sum(s for s, _ in sums) / sum(n for _, n in sums)
 

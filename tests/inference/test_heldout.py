@@ -64,7 +64,7 @@ def test_the_loss_of_the_export_in_transformers(family: str, method: str, tmp_pa
     want, targets = in_transformers(load_folder(tmp_path / "hf"), stream)
     for path in ("run", "hf"):
         cfg, state = heldout.read_model(tmp_path / path)
-        [score] = heldout.score_all(cfg, state, {"text": prefix}, batch=2, length=LENGTH).values()
+        [score] = heldout.score_all(cfg, state, {"text": prefix}, heldout.Reading(2, LENGTH)).values()
         assert score.targets == targets
         loss = score.stats.get("soft_loss", score.loss)  # one forward weighs what decoding leaves out
         assert loss == pytest.approx(want / targets, rel=1e-5), path
@@ -87,11 +87,11 @@ def test_the_loss_of_conversations(tmp_path: Path) -> None:
         losses = F.cross_entropy(logits[0], ids[0, 1:], reduction="none")
         want, targets = want + float(losses[mask[0, 1:] > 0].sum()), targets + int(mask[0, 1:].sum())
     cfg, state = heldout.read_model(tmp_path / "run")
-    score = heldout.score_all(cfg, state, {"talks": prefix}, batch=2, length=LENGTH)["talks"]
+    score = heldout.score_all(cfg, state, {"talks": prefix}, heldout.Reading(2, LENGTH))["talks"]
     assert score.targets == targets and score.loss == pytest.approx(want / targets, rel=1e-5)
-    first = heldout.score_all(cfg, state, {"talks": prefix}, batch=2, length=LENGTH, limit=11)["talks"]
+    first = heldout.score_all(cfg, state, {"talks": prefix}, heldout.Reading(2, LENGTH, limit=11))["talks"]
     with heldout_engine(cfg, state) as engine:
-        rest = heldout.score(engine, cfg, prefix, 3, LENGTH, None, 11)
+        rest = heldout.score(engine, cfg, prefix, heldout.Reading(3, LENGTH, skip=11))
     assert first.targets == 11 and first.nats + rest.nats == pytest.approx(want, rel=1e-5)
 
 
@@ -222,7 +222,7 @@ def test_thresholds_are_fitted_to_a_mean_depth(tmp_path: Path) -> None:
     cfg, state = heldout.read_model(tmp_path / "run")
     for depth in (1.5, 2.5, 3.5) if WHOLE else (2.5,):
         with reference.engine(cfg, state) as engine:
-            fitted = fit.fit_threshold(engine, cfg, [prefix], depth, 8, 10_000)
+            fitted = fit.fit_threshold(engine, cfg, [prefix], depth, heldout.Reading(8, limit=10_000))
             score = heldout.score(engine, variants.with_threshold(cfg, fitted), prefix)
         assert score.stats["mean_depth"] == pytest.approx(depth, abs=0.1)
 
