@@ -35,7 +35,7 @@ import torch.distributed as dist
 from benchmarks.command import add_output, number, parser, script, write
 from benchmarks.report import origin
 from benchmarks.training_rows import LENGTH, TABLES, WORLDS, Row
-from megaponder.backbone.depth import kernel as fused_depth
+from megaponder.backbone.depth_attention import kernel as fused_depth
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import ModelConfig, RunConfig
 from megaponder.errors import ConfigError, UserError
@@ -86,7 +86,7 @@ def batches(row: Row, micro_batches: int, draw: torch.Generator) -> list[Any]:
 
 def ours(row: Row, micro_batches: int) -> tuple[Callable[[int], float], dict[str, Any]]:
     """A function that takes training steps of this system, and what is known of the row."""
-    from megaponder.backbone import depth
+    from megaponder.backbone import depth_attention
     from megaponder.engine import build, groups
     from megaponder.plan import flops
     from megaponder.ponder.settings import method_of
@@ -99,7 +99,7 @@ def ours(row: Row, micro_batches: int) -> tuple[Callable[[int], float], dict[str
     if row.halted is not None:
         _halt_at_random(method, row.halted)
     build.initialise = _quick_weights  # type: ignore[assignment]
-    depth.kernel = (lambda: None) if row.unfused else fused_depth  # type: ignore[assignment]
+    depth_attention.kernel = (lambda: None) if row.unfused else fused_depth  # type: ignore[assignment]
     engine, optimizer = engines.build(cfg, method, place)
     for group in optimizer.param_groups:
         group["lr"] = 1e-5

@@ -20,7 +20,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
-from megaponder.backbone import depth, fused
+from megaponder.backbone import depth_attention, fused
 from megaponder.backbone.freqkv import FreqCore
 from megaponder.backbone.moe import Routed, moe_layer
 from megaponder.backbone.norms import AllHeadsNorm, HeadBias
@@ -161,7 +161,7 @@ class PonderAttention(SelfAttention):
         made: Kept = ()
         if self._depth is not None:
             k, v = k.contiguous(), v.contiguous()  # later layers read them, too
-            mixed, *passed = depth.mix(self._depth, q, k, v, sources)
+            mixed, *passed = depth_attention.mix(self._depth, q, k, v, sources)
             made, v = (k, v if self._depth.values == "raw" else mixed, *passed), mixed
         out, kept = attend(q, k, v, kept, core)
         out = read_rows(out, reads)

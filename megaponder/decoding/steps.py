@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from megaponder.decoding.backbone import feature, wide
-from megaponder.decoding.budget import budget_mistake, entry_of
 from megaponder.decoding.depth_attention import Entries
+from megaponder.decoding.kv_budget import budget_mistake, entry_of
 from megaponder.decoding.method import DecodingMethod
 from megaponder.decoding.packed import Packed, packed
 from megaponder.decoding.passes import Run

@@ -75,7 +75,7 @@ class PassChunk(nn.Module):
         out = self._runner(p, index, incoming, state, self._step)
         if isinstance(out, Objective):
             return self._runner.tied(p, self._objective(out), message)
-        outgoing = self._runner.stage.depth.pack(pack(out), out.earlier).contiguous()
+        outgoing = self._runner.stage.earlier_layers.pack(pack(out), out.earlier).contiguous()
         if outgoing is message:  # the stage holds no layer of this pass
             outgoing = message.view_as(message)
         outgoing = self._runner.tied(p, outgoing, message)
@@ -87,7 +87,7 @@ class PassChunk(nn.Module):
     def _unpacked(self, message: Tensor) -> Flow:
         stage = self._runner.stage
         riders = stage.method.rider_channels
-        message, earlier = stage.depth.unpack(message, rider_width(riders, message.dtype))
+        message, earlier = stage.earlier_layers.unpack(message, rider_width(riders, message.dtype))
         return replace(unpack(message, riders), earlier=earlier)
 
     def _all_passes(self, index: int) -> Tensor:

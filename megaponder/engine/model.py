@@ -49,7 +49,7 @@ from megaponder.decoding import freqkv_blocks, moe_options
 from megaponder.engine import loss, selection
 from megaponder.engine.active_rows import Attending, Rows, unit_of
 from megaponder.engine.balance import Balance
-from megaponder.engine.earlier import Depth
+from megaponder.engine.depth_attention import EarlierLayers
 from megaponder.engine.fp8 import Fp8
 from megaponder.engine.groups import Groups
 from megaponder.engine.method_tools import StageEntryTools, StageExitTools, run_pre_hooks
@@ -97,7 +97,7 @@ class PonderStage(MegatronModule):
         assert m.num_layers is not None
         self.num_layers = m.num_layers
         self.skip_halted = cfg.ponder.skip_halted
-        self.z_loss, self.depth = cfg.train.z_loss, Depth(cfg)
+        self.z_loss, self.earlier_layers = cfg.train.z_loss, EarlierLayers(cfg)
         self.before_use: Callable[[nn.Module], None] = run_pre_hooks
         """Called with a module whose weight is then read without calling it."""
         self.log_normaliser: Tensor | None = None
@@ -261,7 +261,7 @@ class PonderStage(MegatronModule):
         if watched:
             state.exit[loss_of_pass(p)] = self.token_losses(exit_tools.norm(flow.rows), batch)
         left = self.method.leave(p, flow.rows, flow.riders, state.exit, exit_tools)
-        return _cut(p, Flow(left.rows, left.riders, earlier if self.depth.across else ()))
+        return _cut(p, Flow(left.rows, left.riders, earlier if self.earlier_layers.across else ()))
 
     def _documents(self, batch: MicroBatch) -> Documents | None:
         """Who sees whom; None: each row all rows before it."""
@@ -362,7 +362,7 @@ class PonderStage(MegatronModule):
             if rotary is not None:
                 column = torch.arange(rotary.shape[2], device=x.device)  # one for all sequences, or each its own
                 rotary = rotary[:, rows.index, column]
-        earlier, recomputed = self.depth.begin(given, rows), self.recomputed(p.index)
+        earlier, recomputed = self.earlier_layers.begin(given, rows), self.recomputed(p.index)
         begin, end = self.method.core or (0, self.num_layers)
         for i, layer in enumerate(self.decoder.layers):
             number = int(layer.layer_number) - 1

@@ -135,7 +135,7 @@ class Pipelined(Engine):
         width = config.hidden_size + rider_width(self.stage.method.rider_channels, config.pipeline_dtype)
         shards = self.groups.tp_size if config.sequence_parallel else 1
 
-        more, stage = self.stage.depth.widths(passes), self.groups.pp_rank
+        more, stage = self.stage.earlier_layers.widths(passes), self.groups.pp_rank
 
         def shapes(order: list[tuple[Pass, bool]], sender: int) -> Iterator[list[int]]:
             for p, feedback in order:

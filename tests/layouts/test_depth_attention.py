@@ -17,7 +17,7 @@ cuda_on_cpu.install()
 from megaponder.data.batch import MicroBatch  # noqa: E402
 from megaponder.engine import groups  # noqa: E402
 from megaponder.engine.build import build_engine  # noqa: E402
-from megaponder.engine.earlier import Depth  # noqa: E402
+from megaponder.engine.depth_attention import EarlierLayers  # noqa: E402
 from megaponder.engine.stash import PassState  # noqa: E402
 from megaponder.ponder.settings import method_of  # noqa: E402
 from tests.tolerance import RTOL  # noqa: E402
@@ -71,7 +71,7 @@ def test_off_and_in_one_layer_it_is_the_plain_model() -> None:
 @pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2), Layout(tensor=2, sequence=True)], ids=str)
 def test_a_message_brings_back_what_it_took(layout: Layout) -> None:
     cfg = run_config(CASE, layout)
-    carrier, n, b = Depth(cfg), 8, 2
+    carrier, n, b = EarlierLayers(cfg), 8, 2
     heads, size = (cfg.model.num_kv_heads or 0) // layout.tensor, cfg.model.head_size or 0
     rows = torch.randn(n // (2 if layout.sequence else 1), b, 32 + 3)
     earlier = tuple(torch.randn(n, b, heads, size) for _ in range(6))

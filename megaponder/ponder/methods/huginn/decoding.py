@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaponder.decoding.backbone import wide
-from megaponder.decoding.budget import RULES, budget_mistake, entry_of
+from megaponder.decoding.kv_budget import RULES, budget_mistake, entry_of
 from megaponder.decoding.method import DecodingMethod
 from megaponder.decoding.noise import token_noise
 from megaponder.decoding.passes import Run

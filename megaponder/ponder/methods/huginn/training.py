@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from megaponder.config.declare import declare
-from megaponder.decoding.budget import RULES, budget_mistake
+from megaponder.decoding.kv_budget import RULES, budget_mistake
 from megaponder.errors import ConfigError
 from megaponder.ponder.base import EntryTools, ExitTools, Flow, Method, Pass, Shape, pass_count, register
 from megaponder.ponder.drawn import DrawnOptions

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaponder.decoding.backbone import linear
-from megaponder.decoding.budget import entry_of
+from megaponder.decoding.kv_budget import entry_of
 from megaponder.decoding.passes import Run
 from megaponder.decoding.steps import State, Stepwise, flag
 

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megaponder.decoding.budget import budget_mistake
+from megaponder.decoding.kv_budget import budget_mistake
 from megaponder.errors import ConfigError
 from megaponder.ponder.base import EntryTools, ExitTools, Flow, Method, Pass, Readout, pass_count, register
 from megaponder.ponder.halting import as_decoded, at_least, linear32, refuse

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megaponder.backbone import depth, fused
+from megaponder.backbone import depth_attention as training
+from megaponder.backbone import fused
 from megaponder.decoding import depth_attention, depth_sources
 from megaponder.decoding.depth_sources import DepthAttention
 
@@ -25,7 +26,7 @@ def tensors(sources: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> 
 
 
 def mixed(form: DepthAttention, q: Any, k: Any, v: Any, *sources: Any) -> torch.Tensor:
-    return depth.mix(form, q, k, v, sources)[0]
+    return training.mix(form, q, k, v, sources)[0]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda f: f"{f.query}-{f.own}")

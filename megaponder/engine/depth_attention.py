@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megaponder.backbone.depth import Entry
+from megaponder.backbone.depth_attention import Entry
 from megaponder.config.schema import RunConfig
 from megaponder.config.stages import stage_range
 from megaponder.decoding import depth_sources
@@ -21,7 +21,7 @@ from megaponder.engine.active_rows import Rows
 from megaponder.ponder.base import Pass
 
 
-class Depth:
+class EarlierLayers:
     """How this rank carries keys and values of earlier layers; without the feature, nothing."""
 
     def __init__(self, cfg: RunConfig):
@@ -67,7 +67,7 @@ class Depth:
 class Earlier:
     """Keys and values of earlier layers while a pass runs on a stage."""
 
-    def __init__(self, depth: Depth, given: Sequence[Tensor], rows: Rows | None):
+    def __init__(self, depth: EarlierLayers, given: Sequence[Tensor], rows: Rows | None):
         self._depth, self._rows = depth, rows
         own = [x.contiguous() if rows is None else rows.gather(x) for x in given]
         self._entries: list[Entry] = list(zip(own[0::2], own[1::2], strict=True))

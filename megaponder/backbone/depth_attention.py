@@ -8,7 +8,8 @@ Attention then reads (k, u), and so does a cache: it is no larger.  There are no
 itself, so nothing here depends on order, masks or padding; as all layers rotate alike, RoPE changes no score.
 
 Nothing is stacked: the backward reads the same tensors once more, which attention and earlier layers hold anyway, and
-makes the weights anew.  On GPUs it is one kernel each way (`backbone.depth_kernel`), unless heads weigh by themselves.
+makes the weights anew.  On GPUs it is one kernel each way (`backbone.depth_attention_kernel`), unless heads weigh by
+themselves.
 
 Shapes: s rows, b micro-batch, h heads, g key/value heads of this rank, r = h / g, d head size, j earlier layers.
 """
@@ -81,10 +82,10 @@ class _Mix(torch.autograd.Function):
 def kernel() -> ModuleType | None:
     """The fused form; None where there is no Triton."""
     try:
-        from megaponder.backbone import depth_kernel
+        from megaponder.backbone import depth_attention_kernel
     except ImportError:
         return None
-    return depth_kernel
+    return depth_attention_kernel
 
 
 def mix(

@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 import torch
 
-from megaponder.backbone import depth
+from megaponder.backbone import depth_attention
 from megaponder.decoding.depth_sources import DepthAttention
 from tests.tolerance import ATOL, RTOL
 
@@ -32,7 +32,7 @@ def run(form: DepthAttention, fused: bool, device: str, dtype: torch.dtype, d: i
     entries, outs = [], []
     for i, (q, k, v) in enumerate(given):
         picked = form.of(range(len(entries)))
-        u, *passed = depth.mix(form, q, k, v, [x for j in picked for x in entries[j]], fused)
+        u, *passed = depth_attention.mix(form, q, k, v, [x for j in picked for x in entries[j]], fused)
         for j, entry in zip(picked, zip(passed[0::2], passed[1::2], strict=True), strict=True):
             entries[j] = entry
         entries = form.after(entries, (k, v if form.values == "raw" else u), i, LAYERS)
@@ -54,7 +54,7 @@ def compare(device: str) -> None:
 def test_interpreted_kernels_compute_what_the_plain_form_does() -> None:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
-    code = "from tests.backbone.test_depth_kernel import compare; compare('cpu')"
+    code = "from tests.backbone.test_depth_attention_kernel import compare; compare('cpu')"
     ran = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
     )
