@@ -35,7 +35,7 @@ if not Path("/dev/nvidiactl").exists():  # a process that has touched CUDA canno
     import megaponder.ponder.settings
     import megaponder.training.job
     import megaponder.training.loop
-    import megaponder.training.shared  # noqa: F401
+    import megaponder.training.shared_folder  # noqa: F401
 
 # what is made once in a process: the schema's documentation, its validators, tables of the YAML library
 yaml_file.parse(yaml_file.to_text(to_mapping(resolve(from_mapping({"model": {"preset": "llama-125m"}})))), "")

@@ -155,23 +155,32 @@ def export(
     with folder.published(out, force) as temporary:
         plain = names.to_plain(state, written.model, table_rows(cfg))
         compared = trained if dtype == "float32" else (written, state)  # a scaled table is rounded once, not twice
-        told: dict[str, Any] = {} if refitted is None else {"refitted": asdict(refitted)}
+        extra_fields: dict[str, Any] = {} if refitted is None else {"refitted": asdict(refitted)}
         if at.upcycled:
-            told[configs.UPCYCLED] = _published(at.upcycled)
+            extra_fields[configs.UPCYCLED] = _published(at.upcycled)
         if target in looped.KINDS:
             kind, reason = target, ""
         elif target == targets.VLLM:
             fields, plain = targets.with_second_head(cfg, plain)
-            told |= fields
+            extra_fields |= fields
         elif target is not None:
             written, plain = targets.unroll(written, plain)
             kind, reason = configs.native_format(written)
         theirs = before.config if before else None
         tokens = tokenizer.write(cfg, temporary, tokenizer_path, chat_template, theirs, chat=talked)
         if known := contents.tokenizers() or {one for one in [tokens.fingerprint] if one}:
-            told[tokenizer.FINGERPRINTS] = sorted(known)
-        end = None if talked is None else talked.end_id
-        write_model(written, plain, temporary, kind, tokens.eos_id, shard_bytes, told, before, end)
+            extra_fields[tokenizer.FINGERPRINTS] = sorted(known)
+        write_model(
+            written,
+            plain,
+            temporary,
+            kind,
+            eos=tokens.eos_id,
+            answer_end=None if talked is None else talked.end_id,
+            extra_fields=extra_fields,
+            before=before,
+            shard_bytes=shard_bytes,
+        )
         count = sum(t.numel() for name, t in plain.items() if name != targets.SECOND)
         del plain
         worst = check(*compared, temporary, out, tolerance)
@@ -227,16 +236,18 @@ def write_model(
     plain: names.Tensors,
     path: Path,
     kind: str | None,
+    *,
     eos: int | None,
-    shard_bytes: int = folder.SHARD_BYTES,
-    told: Mapping[str, Any] = MappingProxyType({}),
-    before: kept.Kept | None = None,
     answer_end: int | None = None,
+    extra_fields: Mapping[str, Any] = MappingProxyType({}),
+    before: kept.Kept | None = None,
+    shard_bytes: int = folder.SHARD_BYTES,
 ) -> None:
     """Weights, config.json, generation_config.json and, if no model_type `kind` represents it, the modelling code.
 
-    With a `kind`, the embedding scale is 1 (`targets.fold`).  `before`: from the folder of an untrained model.
-    `answer_end`: the token that ends an answer; generation stops there, too.
+    With a `kind`, the embedding scale is 1 (`targets.fold`).  `answer_end`: the token that ends an answer; generation
+    stops there, too.  `extra_fields` of config.json stand beside those of the model.  `before`: from the folder of an
+    untrained model.
     """
     assert cfg.model.num_heads is not None
     dtype = str(plain["model.embed_tokens.weight"].dtype).removeprefix("torch.")
@@ -253,7 +264,7 @@ def write_model(
         for name, text in compose.files(cfg.ponder.method).items():
             (path / name).write_bytes(text.encode())
     if kind is None or looped.imported(cfg, kind) is None:  # else the folder's own fields, and no others
-        config |= {"megaponder_version": __version__, **told, **(before.config if before else {})}
+        config |= {"megaponder_version": __version__, **extra_fields, **(before.config if before else {})}
     folder.write_json(path / "config.json", config)
     generation: dict[str, Any] = dict.fromkeys(kept.ENDS, eos)
     if answer_end not in (None, eos):

@@ -267,7 +267,7 @@ def _from_checkpoint(path: Path, tokenizer: str | None, device: str) -> Source:
     from megaponder.export import names
     from megaponder.export.load import build_model
     from megaponder.export.tokenizer import of_text
-    from megaponder.inference.slow import TrainingForward
+    from megaponder.inference.training_forward import TrainingForward
     from megaponder.ponder.registry import decoding_class
     from megaponder.ponder.settings import table_rows
 

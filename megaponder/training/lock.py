@@ -29,7 +29,7 @@ PATIENCE = 35.0
 def own_run(run: Path) -> Iterator[None]:
     """Hold a run folder for all ranks; UserError on all of them if a live job holds it, or nodes do not share it."""
     from megaponder.ranks import on_first_rank  # imported here: the lock itself does not need torch
-    from megaponder.training.shared import prove_shared
+    from megaponder.training.shared_folder import prove_shared
 
     lock = RunLock(run)
     try:

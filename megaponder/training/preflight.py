@@ -37,7 +37,7 @@ from megaponder.plan.parameters import model_parameters
 from megaponder.ranks import PATIENCE
 from megaponder.training import setup
 from megaponder.training.lock import RunLock
-from megaponder.training.shared import leave_token, places, take_token, without_token
+from megaponder.training.shared_folder import leave_token, places, take_token, without_token
 
 DEADLINE = 45.0
 """Seconds for all reports to arrive."""

@@ -24,7 +24,7 @@ from tests.lineage import models
 def saved(net: Any, out: Path, kind: str | None) -> Path:
     """A Hugging Face folder with the weights of `net`."""
     out.mkdir()
-    write_model(models.config(net), {n: t.float() for n, t in net.state_dict().items()}, out, kind, 0)
+    write_model(models.config(net), {n: t.float() for n, t in net.state_dict().items()}, out, kind, eos=0)
     return out
 
 
