@@ -23,8 +23,6 @@ from megaponder.plan.parameters import model_parameters
 from megaponder.ponder.settings import method_of
 from megaponder.training import same_data
 
-X = ("tokens", "needed", "executed", "seconds")
-"""What a loss can be drawn over."""
 PART = "loss_"
 """Before the name of a named text, in the name of its loss."""
 

@@ -243,11 +243,6 @@ class StageExitTools:
         """Ids of this rank's tokens."""
         return self._local(self._batch.ids_bn)
 
-    @property
-    def labels_sb(self) -> Tensor:
-        """Target ids of this rank's tokens."""
-        return self._local(self._batch.labels_bn)
-
 
 def run_pre_hooks(module: nn.Module) -> None:
     """Run a module's forward pre-hooks before its weight is used without calling it.
