@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from statistics import mean, stdev
 from typing import Any
 
+from megaponder.compare.results import kind as kind_of
+from megaponder.inference.sweep import AS_TRAINED, RANDOM
 from megaponder.plan.report import si
 
 Row = dict[str, Any]
@@ -115,8 +117,10 @@ def at_random(row: Row) -> float | None:
     """The loss of the same model with as many passes spread at random, where its evaluation has that: measured on a
     part of the text, so the difference there is added to the loss of all text."""
     sweep = row.get("sweep", [])
-    own = [s["loss"] for s in sweep if s.get("kind") == "as trained"]
-    chance = [s["loss"] for s in sweep if s.get("kind") == "random"]  # the first has the threshold of training
+    own, chance = (  # of those at random the first has the threshold of training
+        [s["loss"] for s in sweep if (s.get("kind") or kind_of(s["variant"])) == which]
+        for which in (AS_TRAINED, RANDOM)
+    )
     return float(row["loss"] + chance[0] - own[0]) if own and chance else None
 
 

@@ -118,6 +118,8 @@ def test_answers_show_the_best_rate_with_its_seeds() -> None:
     assert "| adaptive_cot-0.6-drawn | 0.006 | 1 | 2.40 | 2.500 | 0.100 | 2.400 | +0.000 |" in told_of_depth
     told_of_depth = answers.text([budgeted, budgeted | {"seed": 2, "sweep": []}])
     assert "| 2 | 3.5000 ± 0.0000 | 3.7500 (1 of 2) |" in told_of_depth
+    named = [{"variant": v, "loss": 3.0 + 0.1 * i} for i, v in enumerate(("as trained", "scores, 0.1", "random, 0.1"))]
+    assert answers.at_random(budgeted | {"sweep": named}) == pytest.approx(3.7)  # earlier rows tell no kinds
     more = {"tokens": 88_000_000, "epochs": 1.94}
     other = row(0.012, 1, 3.3) | {"kind": "vanilla", "tokens": 2_000_000, "epochs": 0.04}
     *_, best, second = answers.equal_flops([*(r | more for r in three), other]).strip().splitlines()
