@@ -33,7 +33,7 @@ def evaluate(run: Path, task: dict[str, Any]) -> dict[str, Any]:
     whole = heldout.together(list(scores.values()))
     sample = evaluation.Sample((str(folder / "heldout"),), SWEEP * length, FIT * length)
     by_depth = evaluation.by_depth(cfg, state, sample, BATCH)
-    told = evaluation.told(str(run), cfg, [("", scores)], cfg.data.sequence_length) | by_depth
+    told = evaluation.results_of(str(run), cfg, [("", scores)], cfg.data.sequence_length) | by_depth
     files.write_json(run / evaluation.NAME, told)
     return {
         "parameters": sum(tensor.numel() for tensor in state.values()),

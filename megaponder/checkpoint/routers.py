@@ -50,7 +50,7 @@ def balanced_as(then: Experts, now: Experts) -> Experts:
     return replace(then, aux_weight=now.aux_weight, bias_rate=now.bias_rate if biased else then.bias_rate)
 
 
-def told(old: Experts, new: Experts, checkpoint: Path) -> str | None:
+def describe_growth(old: Experts, new: Experts, checkpoint: Path) -> str | None:
     """A sentence if two mixtures differ in their routers alone and weights of the one can start the other.
 
     ConfigError if they cannot; None if something else differs.

@@ -74,4 +74,4 @@ def of_data(cfg: RunConfig) -> list[str]:
     from megaponder.data.check import check_data, open_data
 
     opened = open_data(cfg.data)
-    return epochs.told(cfg, check_data(cfg, opened).train, opened)
+    return epochs.summary(cfg, check_data(cfg, opened).train, opened)

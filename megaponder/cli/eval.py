@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
         print(line)
     length = args.length or cfg.data.sequence_length
     print(f"Windows of {length:,} tokens, each read by itself.")
-    told = evaluation.told(args.path, cfg, found, length) | ({"tasks": tasks} if tasks else {})
+    told = evaluation.results_of(args.path, cfg, found, length) | ({"tasks": tasks} if tasks else {})
     if args.depth:
         sample = evaluation.sample(named, args.sample)
         told |= evaluation.by_depth(cfg, state, sample, args.batch, args.length)

@@ -201,13 +201,13 @@ def comma_separated(groups: Sequence[Group]) -> str:
         for result in group.results:
             alone = Group(group.label, (result,))
             values = [result.value(c.value) for c in columns]
-            found = _told(alone)
+            found = _analysis(alone)
             values += [found.get(name) for name in extra]
             writer.writerow([group.label, result.name, *("" if v is None else repr(v) for v in values)])
     return out.getvalue()
 
 
-def _told(alone: Group) -> dict[str, float]:
+def _analysis(alone: Group) -> dict[str, float]:
     """The numbers of a run's analysis by name."""
     found = {f"loss_after_{k}": n.mean for k, n in enumerate(depth.losses(alone), 1)}
     found |= {f"benefit_after_{k}": n.mean for k, n in depth.benefits(alone).items()}

@@ -56,7 +56,7 @@ def steps_of_epochs(cfg: RunConfig, train: list[SourceFacts], opened: dict[str, 
     return steps
 
 
-def told(cfg: RunConfig, train: list[SourceFacts], opened: dict[str, Opened]) -> list[str]:
+def summary(cfg: RunConfig, train: list[SourceFacts], opened: dict[str, Opened]) -> list[str]:
     """Sentences about what a run of `cfg.train.steps` learns of each source of conversations, and how often it reads
     all sources; none for a run on texts alone without train.epochs."""
     talks = [source.path for source in train if source.conversations]

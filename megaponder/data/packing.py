@@ -114,7 +114,7 @@ def joined(index: Index, numbers: np.ndarray, length: int, padding: int) -> dict
     return {"text": text, "targets": mask[1:], "starts": starts[:-1]}
 
 
-def told(prefix: str, index: Index, length: int, documents: int) -> str:
+def summary(prefix: str, index: Index, length: int, documents: int) -> str:
     """A sentence about what becomes of the first `documents` conversations of a dataset, which are trained on, in
     sequences of `length` tokens."""
     lengths = index.lengths[:documents]

@@ -72,7 +72,9 @@ def by_depth(
     return {"sample": asdict(sample), "sweep": swept, "analysis": found}
 
 
-def told(source: str, cfg: RunConfig, found: Sequence[tuple[str, Mapping[str, Score]]], length: int) -> dict[str, Any]:
+def results_of(
+    source: str, cfg: RunConfig, found: Sequence[tuple[str, Mapping[str, Score]]], length: int
+) -> dict[str, Any]:
     """All numbers of `heldout.score_all` by variant, in windows of `length` tokens."""
     results: list[dict[str, Any]] = [
         {

@@ -61,7 +61,7 @@ def sweep(
                 fitted = fit.fit_threshold(engine, changed, prefixes, depth, skipped, known=known)
                 changed = variants.with_threshold(changed, fitted)
                 variant += f", threshold {fitted:.4g}"
-            found.append(_told(scored(engine, changed), variant, kind))
+            found.append(_point(scored(engine, changed), variant, kind))
 
     measure(cfg, AS_TRAINED, AS_TRAINED)
     for n in other_passes(cfg):
@@ -87,7 +87,7 @@ def other_passes(cfg: RunConfig) -> list[int]:
     return list(range(1, trained + MORE + 1))
 
 
-def _told(found: Score, variant: str, kind: str) -> dict[str, Any]:
+def _point(found: Score, variant: str, kind: str) -> dict[str, Any]:
     stats = found.stats
     more = {name: stats[name] for name in ("depth_nll_correlation", "soft_loss") if name in stats}
     depth = stats.get("mean_depth")
@@ -110,8 +110,8 @@ def _by_budget(engine: Engine, scored: Callable[[], Score]) -> list[dict[str, An
             chance = scored()
             method.at_random = None
             at = {"threshold": theta}
-            found.append(_told(own, f"{BY_SCORE}, threshold {theta:.4g}", HALTING) | at)
-            found.append(_told(chance, f"random, threshold {theta:.4g}", RANDOM) | at)
+            found.append(_point(own, f"{BY_SCORE}, threshold {theta:.4g}", HALTING) | at)
+            found.append(_point(chance, f"random, threshold {theta:.4g}", RANDOM) | at)
     finally:
         method.at_random = None
         gates.state[0] = trained

@@ -176,5 +176,5 @@ def _on_data(cfg: RunConfig, opened: dict[str, Opened]) -> list[str]:
     train = check_data(cfg, opened).train
     talks = [source for source in train if source.conversations and cfg.data.loss_mask == "answers"]
     length = cfg.data.sequence_length
-    filled = [packing.told(one.path, opened[one.path].index, length, one.documents) for one in talks]
-    return filled + epochs.told(cfg, train, opened)
+    filled = [packing.summary(one.path, opened[one.path].index, length, one.documents) for one in talks]
+    return filled + epochs.summary(cfg, train, opened)

@@ -170,7 +170,7 @@ def _experts_changes(saved: RunConfig, cfg: RunConfig, checkpoint: Path, weights
     assert then is not None and now is not None
     same = routers.balanced_as(then, now)
     if weights_only:
-        sentence = routers.told(same, now, checkpoint)
+        sentence = routers.describe_growth(same, now, checkpoint)
         return None if sentence is None else list(filter(None, [sentence]))
     if same != now:
         return None

@@ -44,7 +44,7 @@ def proposed(neurons: int, slices: int) -> int:
     return max(little) if little else min(numbers, key=lambda k: filling(neurons, k))
 
 
-def told(neurons: int, slices: int) -> str | None:
+def filling_warning(neurons: int, slices: int) -> str | None:
     """A sentence where much of the experts would be filling."""
     share, better = filling(neurons, slices), proposed(neurons, slices)
     if share <= LITTLE:

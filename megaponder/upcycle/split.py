@@ -95,7 +95,7 @@ def split(
         fix = f"use {cutting.proposed(neurons, slices)}"
         raise ConfigError("--slices", slices, f"the MLPs have {neurons} neurons", fix)
     check_shape(cfg)
-    if (told := cutting.told(neurons, slices)) is not None:
+    if (told := cutting.filling_warning(neurons, slices)) is not None:
         log.warning(told)
 
     def made(sources: list[Dense]) -> Record:

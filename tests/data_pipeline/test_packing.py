@@ -15,7 +15,7 @@ from megaponder.config.load import load_config
 from megaponder.data import packing
 from megaponder.data.check import check_data, fill_from_data, open_data
 from megaponder.data.document_length import document_tokens
-from megaponder.data.epochs import told
+from megaponder.data.epochs import summary
 from megaponder.data.indexed import read_index
 from megaponder.data.packing import in_stored_order, joined, pack, sequences_in, window
 from megaponder.data.stream import build_streams
@@ -164,7 +164,7 @@ def test_epochs_of_weights(tmp_path: Path) -> None:
     read = [tuple(stream.item(i)["text"]) for i in range(len(stream)) if stream.source(i, i + 1) == talks]
     packs = sequences_in(opened[talks].index.lengths[:32], np.arange(32, dtype=np.int32), SEQ + 1, 1234, 3)
     assert abs(len(read) - packs) <= 1 and len(stream) == -(-packs * 4 // 3)
-    said = told(cfg, facts.train, opened)
+    said = summary(cfg, facts.train, opened)
     assert len(said) == 1
     times = [float(word) for word in re.findall(r"([\d.]+) times", said[0])]
     assert times[0] == pytest.approx(3, abs=0.2)
@@ -173,10 +173,10 @@ def test_epochs_of_weights(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train\.epochs = 3: by the weights .*; set train\.steps"):
         check_data(cfg)
     cfg.train.epochs = None
-    [said_of_plain] = told(cfg, check_data(cfg).train, opened)
+    [said_of_plain] = summary(cfg, check_data(cfg).train, opened)
     assert "c holds conversations, and data.loss_mask: plain learns its prompts too" in said_of_plain
-    assert "fill" in packing.told(talks, opened[talks].index, SEQ, 32)
-    assert "data.split holds back 8 more." in packing.told(talks, opened[talks].index, SEQ, 32)
+    assert "fill" in packing.summary(talks, opened[talks].index, SEQ, 32)
+    assert "data.split holds back 8 more." in packing.summary(talks, opened[talks].index, SEQ, 32)
 
 
 def test_refusals(tmp_path: Path) -> None:

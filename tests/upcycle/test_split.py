@@ -290,7 +290,7 @@ def test_what_is_no_copy_of_the_base_is_refused(models: Models, copy: str, tenso
 def test_slices_that_are_mostly_filling_are_told(neurons: int, slices: int, share: float, better: int) -> None:
     assert cutting.filling(neurons, slices) == pytest.approx(share, abs=1e-3)
     assert cutting.proposed(neurons, slices) == better
-    told = cutting.told(neurons, slices)
+    told = cutting.filling_warning(neurons, slices)
     assert (told is None) == (share < 0.1)
     if told is not None:
         assert f"{share:.0%} are zeros" in told and ("--slices 4 it is 0%" in told) == (slices in (64, 100))
