@@ -139,7 +139,7 @@ def planned_gib(row: Row, cfg: RunConfig, world_size: int, stage: int) -> float:
     if row.skip:
         shares = active_shares(row, len(passes))
         computed = [places_for(math.ceil(share * row.length), row.length) / row.length for share in shares]
-    expected = memory.rank_memory(cfg, facts_of(method, 1), passes, world_size, stage, te=True, active=computed)
+    expected = memory.rank_memory(memory.Job(cfg, facts_of(method, 1), passes, world_size, te=True), stage, computed)
     return expected.total / memory.GIB
 
 

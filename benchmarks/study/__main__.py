@@ -63,7 +63,7 @@ def job_of(row: Row, task: dict, run: Path) -> queue.Job:  # type: ignore[type-a
     from megaponder.config.resolve import resolve
     from megaponder.plan.build import own_parameters
     from megaponder.plan.flops import mean_needed
-    from megaponder.plan.memory import fullest
+    from megaponder.plan.memory import Job, fullest
     from megaponder.ponder.facts import facts_of
     from megaponder.ponder.settings import method_of
 
@@ -72,7 +72,7 @@ def job_of(row: Row, task: dict, run: Path) -> queue.Job:  # type: ignore[type-a
     saved = sorted((Path(cfg.run) / "checkpoints").glob("step_*"))
     done = int(saved[-1].name[5:]) / row.steps if saved else 0.0
     own = own_parameters(method, cfg.model.num_layers or 0)
-    planned = fullest(cfg, facts_of(method, row.seed), method.longest(row.seed), 1, own, te=True)
+    planned = fullest(Job(cfg, facts_of(method, row.seed), method.longest(row.seed), 1, own, te=True))
     flops = mean_needed(cfg, method) * row.tokens * (1 - done)
     return queue.Job(row.name, run / "row.json", run / "row.log", flops, queue.MORE * planned + queue.CONTEXT)
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megaponder.config.fields import value_of
-from megaponder.config.method_facts import MethodFacts, OwnParameters, PassLike
 from megaponder.config.rules import check
 from megaponder.config.rules.case import divisors
 from megaponder.config.schema import RunConfig
 from megaponder.errors import ConfigError
-from megaponder.plan.memory import fullest, settle_graphs
+from megaponder.plan.memory import Job, fullest, settle_graphs
 
 NODE = 8
 """GPUs of a node, beyond which tensor parallelism is slow."""
@@ -32,23 +31,20 @@ class Change:
     fits: bool
 
 
-def savings(
-    cfg: RunConfig, facts: MethodFacts, passes: Sequence[PassLike], world_size: int, gpu_bytes: float,
-    own: OwnParameters, te: bool,
-) -> tuple[Change, ...]:  # fmt: skip
+def savings(job: Job, gpu_bytes: float) -> tuple[Change, ...]:
     """Legal changes that save memory: those that fit, the least costly first, then the others, largest saving first."""
-    found, now = [], fullest(cfg, facts, passes, world_size, own, te)
-    for field, values in _candidates(cfg):
+    found, now = [], fullest(job)
+    for field, values in _candidates(job.cfg):
         best: Change | None = None
         for value in values:
-            one = _changed(cfg, field, value)
-            world = max(world_size, one.parallel.replica)
+            cfg = _changed(job.cfg, field, value)
+            world = max(job.world_size, cfg.parallel.replica)
             try:
-                check(one, facts, world)
+                check(cfg, job.facts, world)
             except ConfigError:
                 continue
-            settled = settle_graphs(one, facts, passes, world, gpu_bytes, own) if te else one
-            total = fullest(settled, facts, passes, world, own, te)
+            one = replace(job, cfg=cfg, world_size=world)
+            total = fullest(replace(one, cfg=settle_graphs(one, gpu_bytes)) if job.te else one)
             if best is None or total < best.total:
                 best = Change(field, value, world, total, total <= gpu_bytes)
             if best.fits:

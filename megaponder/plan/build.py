@@ -17,7 +17,7 @@ from megaponder.plan import zero
 from megaponder.plan.advice import Change, savings
 from megaponder.plan.extras import Extras, extras
 from megaponder.plan.flops import StepFlops, mean_executed, mean_needed, micro_batches, plan_flops, steps_seen
-from megaponder.plan.memory import GIB, Memory, element_bytes, rank_memory, settle_graphs
+from megaponder.plan.memory import GIB, Job, Memory, element_bytes, rank_memory, settle_graphs
 from megaponder.plan.moe import inactive
 from megaponder.plan.parameters import Parameters, model_parameters, rank_parameters
 from megaponder.plan.parts import Part, parts
@@ -126,16 +126,15 @@ def _experts(cfg: RunConfig) -> str:
     return f"{o.experts} a layer, of which a row takes {o.top_k}; {o.experts // par.experts} a rank{split}"
 
 
-def _by_stage(
-    cfg: RunConfig, facts: MethodFacts, passes: Any, world_size: int, own: OwnParameters, te: bool
-) -> tuple[ByStage, ...]:
+def _by_stage(job: Job) -> tuple[ByStage, ...]:
+    cfg = job.cfg
     if cfg.zero is None:
         return ()
-    held, found = rank_parameters(cfg, facts, 0, own), []
+    held, found = rank_parameters(cfg, job.facts, 0, job.own), []
     for stage, offload in zero.choices(cfg):
         one = zero.with_choice(cfg, stage, offload)
-        total = rank_memory(one, facts, passes, world_size, 0, own, te).total
-        main = zero.main_memory(one, held, element_bytes(cfg.precision), world_size)
+        total = rank_memory(replace(job, cfg=one), 0).total
+        main = zero.main_memory(one, held, element_bytes(cfg.precision), job.world_size)
         found.append(ByStage(stage, offload, total, main))
     return tuple(found)
 
@@ -158,12 +157,14 @@ def build_plan(cfg: RunConfig, method: Any, facts: MethodFacts, world_size: int,
     te = cfg.precision.implementation != "local"
     stages = range(par.pipeline)
     room = gpu.memory_gib * GIB
-    settled = settle_graphs(cfg, facts, passes, world_size, room, own) if te else cfg
-    memory = tuple(rank_memory(settled, facts, passes, world_size, stage, own, te) for stage in stages)
+    asked = Job(cfg, facts, passes, world_size, own, te)
+    settled = settle_graphs(asked, room) if te else cfg
+    job = replace(asked, cfg=settled)
+    memory = tuple(rank_memory(job, stage) for stage in stages)
     fits = max(stage.total for stage in memory) <= room
     peak = cfg.logging.peak_tflops or gpu.bf16_tflops
     here = replace(settled, parallel=replace(par, offload_passes=0))
-    whole = [rank_memory(here, facts, passes, world_size, stage, own, te) for stage in stages]
+    whole = [rank_memory(replace(job, cfg=here), stage) for stage in stages]
     return Plan(
         layout=Layout(
             world_size=world_size,
@@ -195,6 +196,6 @@ def build_plan(cfg: RunConfig, method: Any, facts: MethodFacts, world_size: int,
         gives_graphs_up=settled is not cfg,
         extras=extras(cfg, memory[0], stage_sizes(cfg)[0], rank_parameters(cfg, facts, 0, own).total, dp),
         main_memory=max(a.activations - b.activations for a, b in zip(whole, memory, strict=True)),
-        zero=_by_stage(settled, facts, passes, world_size, own, te),
-        savings=() if fits else savings(cfg, facts, passes, world_size, room, own, te),
+        zero=_by_stage(job),
+        savings=() if fits else savings(asked, room),
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from megaponder.config.in_flight import in_flight, largest_sum
+from megaponder.config.in_flight import InFlight, in_flight, largest_sum
 from megaponder.config.method_facts import MethodFacts, OwnParameters, PassLike
 from megaponder.config.recompute import offloaded, recomputed_layers
 from megaponder.config.rules.layout import choose_group
@@ -78,80 +78,132 @@ def _sequence_shards(parallel: ParallelConfig) -> int:
     return parallel.tensor if parallel.sequence else 1
 
 
-def rank_memory(
-    cfg: RunConfig, facts: MethodFacts, passes: Sequence[PassLike], world_size: int, stage: int,
-    own: OwnParameters = NONE, te: bool = False, active: Sequence[float] | None = None,
-) -> Memory:  # fmt: skip
-    """Memory of a rank of pipeline stage `stage`; the configuration is resolved, its vocabulary known and legal.
+@dataclass(frozen=True)
+class Job:
+    """What a plan is of: a resolved, legal configuration whose vocabulary is known, on so many ranks."""
+
+    cfg: RunConfig
+    facts: MethodFacts
+    passes: Sequence[PassLike]
+    """Of a step."""
+    world_size: int
+    own: OwnParameters = NONE
+    te: bool = False
+    """Layers are Transformer Engine's, on a GPU."""
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel size."""
+        return max(1, self.world_size // self.cfg.parallel.replica)
+
+    @property
+    def captured(self) -> bool:
+        """Whether passes run as CUDA graphs."""
+        cfg = self.cfg
+        overlap = cfg.parallel.overlap_grad_reduce or cfg.gathers_ahead
+        eager = overlap or cfg.parallel.context > 1 or bool(cfg.model.moe) or cfg.zero is not None
+        eager = eager or cfg.parallel.offload_passes > 0
+        return self.te and bool(cfg.precision.cuda_graphs) and not eager
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch on a rank."""
+        return self.cfg.train.micro_batch * self.cfg.data.sequence_length // self.cfg.parallel.context
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    """How a stage's passes follow each other."""
+
+    micro_batches: int
+    group: int
+    held: InFlight
+    flight: int
+    """Passes, or places of captured ones, that are held at once."""
+
+
+def _schedule(job: Job, stage: int) -> _Schedule:
+    par = job.cfg.parallel
+    m = max(1, job.cfg.train.global_batch // (job.cfg.train.micro_batch * job.replicas))
+    group = par.microbatch_group or choose_group(m, par.pipeline) or par.pipeline
+    held = in_flight(stage, par.pipeline, len(job.passes), m, group)
+    return _Schedule(m, group, held, sum(held.places) if job.captured else held.passes)
+
+
+def rank_memory(job: Job, stage: int, active: Sequence[float] | None = None) -> Memory:
+    """Memory of a rank of pipeline stage `stage`.
 
     `active`: the share of rows that each pass computes where halted tokens are skipped; without it nobody has halted.
     """
-    par, model, e = cfg.parallel, cfg.model, element_bytes(cfg.precision)
-    assert model.num_layers and model.hidden_size
-    dp = max(1, world_size // par.replica)
-    m = max(1, cfg.train.global_batch // (cfg.train.micro_batch * dp))
-    held = rank_parameters(cfg, facts, stage, own)
-    group = par.microbatch_group or choose_group(m, par.pipeline) or par.pipeline
-    held_at_once = in_flight(stage, par.pipeline, len(passes), m, group)
-    flight = sum(held_at_once.places) if _captured(cfg, te) else held_at_once.passes
-
-    tokens = cfg.train.micro_batch * cfg.data.sequence_length // par.context
-    own_layers = stage_range(cfg, stage)
-    layers, per_pass = len(own_layers), []
-    for p, share in zip(passes, active or [1.0] * len(passes), strict=True):
-        read = stage == par.pipeline - 1 and (p.last or facts.mixes_vocabulary)
-        first = own_layers[: recomputed_layers(cfg, p.index, layers)]
-        run, recomputed = (run_in(part, _trained_layers(facts, p)) for part in (own_layers, first))
-        kept = _pass_activations(cfg, tokens * p.slots, run, recomputed, te, read, share)
-        if offloaded(cfg, p.index):
-            kept -= recomputed * layer_input(cfg, tokens * p.slots)
-        # the outputs of a captured pass have a place of their own; what enters the core stays for its later passes
-        held_back = facts.core is not None and stage == 0 and p.index == 0
-        kept += layer_input(cfg, tokens * p.slots) * ((not p.grad and _captured(cfg, te)) + held_back)
-        kept += _documents(cfg, facts, p, run - recomputed, te)
-        per_pass.append(kept)
-    if facts.keeps_kv:
-        per_pass = [
-            a + (0 if p.last else layers * _kept(cfg, tokens * p.slots, te))
-            for a, p in zip(per_pass, passes, strict=True)
-        ]
-    if not facts.free_passes:
-        activations = sum(per_pass) * flight / len(passes)
-    elif _captured(cfg, te):
-        activations = sum(kept * places for kept, places in zip(per_pass, held_at_once.places, strict=True))
-    else:
-        activations = largest_sum(stage, par.pipeline, tuple(per_pass), m, group)
-    if _captured(cfg, te):  # each place has room of its own for what a layer's backward works with
-        largest = max(p.slots for p in passes) * tokens
-        activations += (flight - 1) * _working(cfg, largest)
-    if par.context > 1:
-        activations += max(_shared(cfg, p) for p in passes)
-    if par.recompute == "layer":  # the layer whose backward runs has all of its own
-        activations += layer_activations(cfg, tokens * max(p.slots for p in passes), te)
-
-    vocabulary = 0.0
-    if stage == par.pipeline - 1:
-        columns = model.padded_vocab // par.tensor
-        vocabulary = 2.0 * tokens * columns * e  # logits and their gradient
-        if facts.reads_every_pass:
-            vocabulary += tokens * columns * e * max(0, flight - held_at_once.of_pass[-1])
-        if facts.mixes_vocabulary:
-            mixing = sum(not p.last for p in passes) / len(passes)
-            # each keeps its probabilities; captured, it has room of its own for the gradient's two steps besides
-            vocabulary += tokens * columns * e * mixing * flight * (3 if _captured(cfg, te) else 1)
+    cfg, e = job.cfg, element_bytes(job.cfg.precision)
+    held, schedule = rank_parameters(cfg, job.facts, stage, job.own), _schedule(job, stage)
     if cfg.zero is None:
-        moved = trained_part(cfg, held, layers)
+        moved = trained_part(cfg, held, len(stage_range(cfg, stage)))
         weights, gradients = held.total * e + _fp8_copies(cfg.precision, held), moved.total * 4
-        optimizer = _optimizer(cfg, moved, dp)
+        optimizer = _optimizer(cfg, moved, job.replicas)
     else:
-        weights, gradients, optimizer = zero.states(cfg, held, e, dp)
+        weights, gradients, optimizer = zero.states(cfg, held, e, job.replicas)
     return Memory(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        activations=int(activations),
-        vocabulary=int(vocabulary),
+        activations=int(_activations(job, stage, schedule, active or [1.0] * len(job.passes))),
+        vocabulary=int(_vocabulary(job, schedule)) if stage == cfg.parallel.pipeline - 1 else 0,
     )
+
+
+def _activations(job: Job, stage: int, schedule: _Schedule, active: Sequence[float]) -> float:
+    """What the layers of a stage keep of all passes in flight, and what one of them takes for a while."""
+    cfg, passes, par, tokens = job.cfg, job.passes, job.cfg.parallel, job.tokens
+    per_pass = [_of_pass(job, stage, p, share) for p, share in zip(passes, active, strict=True)]
+    if not job.facts.free_passes:
+        total = sum(per_pass) * schedule.flight / len(passes)
+    elif job.captured:
+        total = sum(kept * places for kept, places in zip(per_pass, schedule.held.places, strict=True))
+    else:
+        total = largest_sum(stage, par.pipeline, tuple(per_pass), schedule.micro_batches, schedule.group)
+    if job.captured:  # each place has room of its own for what a layer's backward works with
+        largest = max(p.slots for p in passes) * tokens
+        total += (schedule.flight - 1) * _working(cfg, largest)
+    if par.context > 1:
+        total += max(_shared(cfg, p) for p in passes)
+    if par.recompute == "layer":  # the layer whose backward runs has all of its own
+        total += layer_activations(cfg, tokens * max(p.slots for p in passes), job.te)
+    return total
+
+
+def _of_pass(job: Job, stage: int, p: PassLike, active: float) -> float:
+    """What one pass of a micro-batch keeps on a stage."""
+    cfg, facts, rows = job.cfg, job.facts, job.tokens * p.slots
+    own_layers = stage_range(cfg, stage)
+    layers = len(own_layers)
+    read = stage == cfg.parallel.pipeline - 1 and (p.last or facts.mixes_vocabulary)
+    first = own_layers[: recomputed_layers(cfg, p.index, layers)]
+    run, recomputed = (run_in(part, _trained_layers(facts, p)) for part in (own_layers, first))
+    kept = _pass_activations(cfg, rows, run, recomputed, job.te, read, active)
+    if offloaded(cfg, p.index):
+        kept -= recomputed * layer_input(cfg, rows)
+    # the outputs of a captured pass have a place of their own; what enters the core stays for its later passes
+    held_back = facts.core is not None and stage == 0 and p.index == 0
+    kept += layer_input(cfg, rows) * ((not p.grad and job.captured) + held_back)
+    kept += _documents(cfg, facts, p, run - recomputed, job.te)
+    if facts.keeps_kv and not p.last:
+        kept += layers * _kept(job, rows)
+    return kept
+
+
+def _vocabulary(job: Job, schedule: _Schedule) -> float:
+    """What the last stage keeps that is as wide as the vocabulary."""
+    cfg, facts, passes = job.cfg, job.facts, job.passes
+    columns, e = cfg.model.padded_vocab // cfg.parallel.tensor, element_bytes(cfg.precision)
+    total = 2.0 * job.tokens * columns * e  # logits and their gradient
+    if facts.reads_every_pass:
+        total += job.tokens * columns * e * max(0, schedule.flight - schedule.held.of_pass[-1])
+    if facts.mixes_vocabulary:
+        mixing = sum(not p.last for p in passes) / len(passes)
+        # each keeps its probabilities; captured, it has room of its own for the gradient's two steps besides
+        total += job.tokens * columns * e * mixing * schedule.flight * (3 if job.captured else 1)
+    return total
 
 
 def _trained_layers(facts: MethodFacts, p: PassLike) -> tuple[int, int] | None:
@@ -161,24 +213,19 @@ def _trained_layers(facts: MethodFacts, p: PassLike) -> tuple[int, int] | None:
     return (0, facts.core[0]) if p.index == 0 and facts.core is not None else (0, 0)
 
 
-def fullest(
-    cfg: RunConfig, facts: MethodFacts, passes: Sequence[PassLike], world_size: int, own: OwnParameters, te: bool
-) -> int:
+def fullest(job: Job) -> int:
     """Bytes of the fullest stage's GPU."""
-    stages = range(cfg.parallel.pipeline)
-    return max(rank_memory(cfg, facts, passes, world_size, s, own, te).total for s in stages)
+    return max(rank_memory(job, stage).total for stage in range(job.cfg.parallel.pipeline))
 
 
-def settle_graphs(
-    cfg: RunConfig, facts: MethodFacts, passes: Sequence[PassLike], world_size: int, gpu_bytes: float,
-    own: OwnParameters = NONE,
-) -> RunConfig:  # fmt: skip
-    """`precision.cuda_graphs: auto` becomes false if captured passes do not fit on each stage's GPU but eager ones
-    do."""
+def settle_graphs(job: Job, gpu_bytes: float) -> RunConfig:
+    """Its configuration, in which `precision.cuda_graphs: auto` becomes false if captured passes do not fit on each
+    stage's GPU but eager ones do."""
+    cfg = job.cfg
     eager = replace(cfg, precision=replace(cfg.precision, cuda_graphs=False))
 
     def worst(one: RunConfig) -> int:
-        return fullest(one, facts, passes, world_size, own, te=True)
+        return fullest(replace(job, cfg=one, te=True))
 
     return eager if cfg.precision.cuda_graphs == "auto" and worst(eager) <= gpu_bytes < worst(cfg) else cfg
 
@@ -235,18 +282,11 @@ def _documents(cfg: RunConfig, facts: MethodFacts, p: PassLike, layers: int, te:
     return angles + (0 if kernel else layers * p.key_sets * b * rows**2 * element_bytes(cfg.precision))
 
 
-def _kept(cfg: RunConfig, rows: int, te: bool) -> float:
+def _kept(job: Job, rows: int) -> float:
     """Keys and values that a layer merges for the next pass, and on a GPU the place of their gradients (graphs)."""
-    e, copies = element_bytes(cfg.precision), 4 if _captured(cfg, te) else 2
+    cfg, copies = job.cfg, 4 if job.captured else 2
+    e = element_bytes(cfg.precision)
     return rows * cfg.model.key_width * e * copies / cfg.parallel.tensor
-
-
-def _captured(cfg: RunConfig, te: bool) -> bool:
-    """Whether the plan's GPU would run passes as CUDA graphs."""
-    overlap = cfg.parallel.overlap_grad_reduce or cfg.gathers_ahead
-    eager = overlap or cfg.parallel.context > 1 or bool(cfg.model.moe) or cfg.zero is not None
-    eager = eager or cfg.parallel.offload_passes > 0
-    return te and bool(cfg.precision.cuda_graphs) and not eager
 
 
 def _fp8_copies(precision: PrecisionConfig, held: Parameters) -> int:

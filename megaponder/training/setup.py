@@ -78,10 +78,11 @@ def _refuse_what_cannot_fit(cfg: RunConfig, method: Method, world_size: int, mac
     """UserError for a model whose weights, gradients and optimizer state alone exceed the machine's memory."""
     import torch
 
-    from megaponder.plan.memory import GIB, rank_memory
+    from megaponder.plan.memory import GIB, Job, rank_memory
 
     facts, passes = facts_of(method, cfg.train.seed), method.passes(cfg.train.seed, 0)
-    parts = [rank_memory(cfg, facts, passes, world_size, stage) for stage in range(cfg.parallel.pipeline)]
+    job = Job(cfg, facts, passes, world_size)
+    parts = [rank_memory(job, stage) for stage in range(cfg.parallel.pipeline)]
     need = max(p.weights + p.gradients + p.optimizer for p in parts)
     if machine.device == "cuda":
         room, where = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory, "a GPU here"
@@ -245,10 +246,10 @@ def graphs_that_fit(cfg: RunConfig, method: Method, device: torch.device, world_
 
     if device.type != "cuda":
         return cfg
-    from megaponder.plan.memory import settle_graphs
+    from megaponder.plan.memory import Job, settle_graphs
 
     room = torch.cuda.get_device_properties(device).total_memory
-    return settle_graphs(cfg, facts_of(method, 1), method.longest(cfg.train.seed), world_size, room)
+    return settle_graphs(Job(cfg, facts_of(method, 1), method.longest(cfg.train.seed), world_size), room)
 
 
 def write_config(cfg: RunConfig) -> None:

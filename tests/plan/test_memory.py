@@ -10,7 +10,7 @@ from megaponder.config.load import from_mapping
 from megaponder.config.method_facts import MethodFacts
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import RunConfig
-from megaponder.plan.memory import Memory, layer_activations, layer_input, rank_memory, settle_graphs
+from megaponder.plan.memory import Job, Memory, layer_activations, layer_input, rank_memory, settle_graphs
 from megaponder.ponder.facts import facts_of
 from megaponder.ponder.settings import method_of
 from tests.distributed import run_workers
@@ -146,7 +146,7 @@ def test_counts_match_what_is_built_and_saved() -> None:
 
     def planned(case: dict[str, Any]) -> int:
         cfg = config(**case)
-        return rank_memory(cfg, facts_of(method_of(cfg)), method_of(cfg).passes(0, 0), 1, 0).activations
+        return rank_memory(Job(cfg, facts_of(method_of(cfg)), method_of(cfg).passes(0, 0), 1), 0).activations
 
     for i in range(0, len(apart), 2):  # masks of documents, one a layer
         (_, joined), (_, parted) = found[i - len(last)], found[i + 1 - len(last)]
@@ -159,7 +159,7 @@ def test_counts_match_what_is_built_and_saved() -> None:
     for case, (_, measured) in zip(methods, found[-len(methods) - len(last) : -len(last)], strict=True):
         cfg = config(**case)
         method = method_of(cfg)
-        memory = rank_memory(cfg, facts_of(method), method.passes(0, 0), 1, 0)
+        memory = rank_memory(Job(cfg, facts_of(method), method.passes(0, 0), 1), 0)
         logits = BATCH * TOKENS * VOCAB * (4 + 4)  # of the head, which was not run, and their gradient
         if method.reads_every_pass:  # here the head was run
             logits //= 2
@@ -185,7 +185,7 @@ def big(**parallel: Any) -> RunConfig:
 
 def memory(cfg: RunConfig, world: int, stage: int = 0) -> Memory:
     method = method_of(cfg)
-    return rank_memory(cfg, facts_of(method), method.passes(0, 0), world, stage, te=True)
+    return rank_memory(Job(cfg, facts_of(method), method.passes(0, 0), world, te=True), stage)
 
 
 def test_bytes_of_the_state_by_hand() -> None:
@@ -242,16 +242,16 @@ def test_ranks_that_share_sequences_hold_half_and_gather_once() -> None:
 def test_auto_leaves_graphs_out_where_they_do_not_fit() -> None:
     cfg = big(pipeline=4)
     method = method_of(cfg)
-    facts, passes = facts_of(method), method.passes(0, 0)
+    job = Job(cfg, facts_of(method), method.passes(0, 0), 64)
     captured = max(memory(cfg, 64, s).total for s in range(4))
-    eager = settle_graphs(cfg, facts, passes, 64, captured - 1)
+    eager = settle_graphs(job, captured - 1)
     assert eager.precision.cuda_graphs is False and cfg.precision.cuda_graphs == "auto"
-    assert settle_graphs(cfg, facts, passes, 64, captured) is cfg
+    assert settle_graphs(job, captured) is cfg
     least = max(memory(eager, 64, s).total for s in range(4))
-    assert settle_graphs(cfg, facts, passes, 64, least).precision.cuda_graphs is False
-    assert settle_graphs(cfg, facts, passes, 64, least - 1) is cfg, "neither fits: the plan says so"
+    assert settle_graphs(job, least).precision.cuda_graphs is False
+    assert settle_graphs(job, least - 1) is cfg, "neither fits: the plan says so"
     cfg.precision.cuda_graphs = True
-    assert settle_graphs(cfg, facts, passes, 64, least) is cfg
+    assert settle_graphs(job, least) is cfg
 
 
 def test_in_flight_passes_drive_the_mixture_memory() -> None:

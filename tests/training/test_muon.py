@@ -12,7 +12,7 @@ from torch import Tensor
 from megaponder.checkpoint import folder, reader
 from megaponder.checkpoint.state import load_saved_config
 from megaponder.plan.extras import extras
-from megaponder.plan.memory import rank_memory
+from megaponder.plan.memory import Job, rank_memory
 from megaponder.ponder.facts import facts_of
 from megaponder.ponder.settings import method_of
 from megaponder.training.muon import Muon, Pieces, owners, update_of
@@ -148,7 +148,7 @@ def test_only_matrices_of_layers_lack_a_second_moment(trained: Base) -> None:
     }
     cfg = load_saved_config(path)
     method = method_of(cfg)
-    planned = rank_memory(cfg, facts_of(method, 1), method.passes(1, 0), 1, 0).optimizer
+    planned = rank_memory(Job(cfg, facts_of(method, 1), method.passes(1, 0), 1), 0).optimizer
     assert planned == sum(4 * math.prod(shape) for n, shape in names.items() if n.startswith("optimizer."))
     assert trained.rows("muon")[8]["loss"] < trained.rows("muon")[1]["loss"]
 
@@ -163,7 +163,7 @@ def test_each_rank_holds_its_own_matrices_alone(trained: Base) -> None:
     cfg = load_saved_config(folder.final(trained.root / "muon-dp2-shared-out" / "checkpoints", 8))
     method = method_of(cfg)
     facts = facts_of(method, 1)
-    planned = rank_memory(cfg, facts, method.passes(1, 0), 2, 0)
+    planned = rank_memory(Job(cfg, facts, method.passes(1, 0), 2), 0)
     averages = sum(t.numel() for h in held for t in h["ema"].values())
     assert 4 * (sum(sum(c.values()) for c in counts) + averages) == 2 * planned.optimizer
     parameters = sum(t.numel() for t in held[0]["model"].values())
