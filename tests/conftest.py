@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -50,6 +53,26 @@ def pytest_configure(config: pytest.Config) -> None:
     if getattr(config.option, "tx", None) and not hasattr(config, "workerinput"):
         python = f"popen//python={forks.python()}"
         config.option.tx = [spec.replace("popen", python, 1) for spec in config.option.tx]
+        _rewrite_assertions(config)
+
+
+def _rewrite_assertions(config: pytest.Config) -> None:
+    """Rewrite the test files' assertions once, while the others' imports go on: else each process does it, for seconds.
+
+    These are functions of pytest's own: where a release has others, each process does it as before.
+    """
+    if sys.dont_write_bytecode:
+        return
+    with contextlib.suppress(ImportError, AttributeError, TypeError, ValueError):
+        from _pytest.assertion import rewrite
+
+        state = config.stash[rewrite.assertstate_key]
+        for path in sorted(Path(__file__).parent.rglob("test_*.py")):
+            folder = rewrite.get_cache_dir(path)
+            compiled = folder / f"{path.stem}{rewrite.PYC_TAIL}"
+            if rewrite._read_pyc(path, compiled) is None and rewrite.try_makedirs(folder):
+                found, code = rewrite._rewrite_test(path, config)
+                rewrite._write_pyc(state, code, found, compiled)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
