@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 import warnings
 from pathlib import Path
@@ -43,8 +45,8 @@ def train(cfg: RunConfig) -> int:
 
 def _train(cfg: RunConfig) -> int:
     """One attempt."""
-    cfg = _complete_on_all_ranks(cfg)
     try:
+        cfg = _complete_on_all_ranks(cfg)
         starting("processes")
         process_groups.start(cfg)
         setup.refuse_different_ranks(cfg)  # before groups of the configured sizes
@@ -59,6 +61,8 @@ def _train(cfg: RunConfig) -> int:
         if isinstance(error, LostRank) or not is_lost_connection(error):
             raise
         why = first_line(error) or type(error).__name__
+        if "EADDRINUSE" in why:
+            raise UserError(_port_is_taken()) from error
         raise LostRank(f"Another rank was lost, or never started, before the first step ({why}).") from error
     # not after an error: a rank that fails alone must exit at once instead of waiting here for the others
     ending("processes")
@@ -95,6 +99,15 @@ def _complete_on_all_ranks(cfg: RunConfig) -> RunConfig:
     if problem is not None:
         raise problem
     return cfg
+
+
+def _port_is_taken() -> str:
+    """Rank 0 could not listen where the others look for it; torchrun does so itself and never comes here."""
+    port = os.environ.get("MASTER_PORT", "")
+    return (
+        f"MASTER_PORT = {port}: rank 0 on {socket.gethostname()} cannot listen there, since another program does; set "
+        "it to a free port, the same one for all ranks."
+    )
 
 
 def _shut_down(code: int) -> None:

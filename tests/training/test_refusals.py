@@ -116,6 +116,16 @@ def test_what_one_rank_lacks_is_told_to_all(base: Base):
     assert not (base.root / "absent" / "metrics.jsonl").exists()
 
 
+def test_a_rank_that_never_comes_and_a_port_that_is_taken(base: Base):
+    """The first is worth a restart, the second is not; neither is a bug with a traceback."""
+    [found], _ = run("refusals_of_rank_0_alone", 1, run=str(base.root / "alone"), data=base.data)
+    (absent, code), (taken, code_of_taken) = found
+    assert absent.startswith("Another rank was lost, or never started, before the first step (") and code == 69
+    assert "1/2 clients" in absent and "\n" not in absent
+    assert taken.startswith("MASTER_PORT = ") and "another program" in taken and code_of_taken == 2
+    assert not (base.root / "alone").exists()
+
+
 def test_nan_stops_the_run_and_leaves_checkpoints_alone(base: Base):
     shutil.rmtree(base.root / "nan", ignore_errors=True)
     job = {"run": str(base.root / "nan"), "data": base.data, "parallel__pipeline": 2}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from typing import Any
 
 from megaponder.config.load import from_mapping
@@ -105,6 +106,20 @@ def refusal_of_different_ranks(**job: Any) -> list[str]:
     ]
     rank = os.environ["RANK"]
     return refusals([job | other if rank == "1" else job for other in others])
+
+
+def refusals_of_rank_0_alone(**job: Any) -> list[tuple[str, int]]:
+    """What rank 0 of two says, and its exit code, if the other never comes, and if its port is taken."""
+    found = []
+    with socket.create_server(("", 0)) as server:
+        taken = str(server.getsockname()[1])
+        for port in (os.environ["MASTER_PORT"], taken):
+            os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": port}
+            try:
+                run_train(parallel__timeout_minutes=0.02, **job)
+            except UserError as error:
+                found.append((str(error), error.exit_code))
+    return found
 
 
 def refusal_of_one_rank(**job: Any) -> list[str]:
