@@ -56,6 +56,7 @@ if [ "${NNODES:-1}" -gt 1 ]; then
   [ -n "${MASTER_ADDR:-}" ] || refuse "MASTER_ADDR must be set when NNODES is above 1: the host of node rank 0."
   need_number NODE_RANK "$NODE_RANK" 0
   need_number MASTER_PORT "${MASTER_PORT:-29500}" 1
+  [ "${MASTER_PORT:-29500}" -le 65535 ] || refuse "MASTER_PORT = $MASTER_PORT: it must be at most 65535."
   [ "$NODE_RANK" -lt "$NNODES" ] || refuse "NODE_RANK = $NODE_RANK: it counts from 0, so it must be below NNODES = $NNODES."
   rendezvous=(
     --nnodes "$NNODES" --node-rank "$NODE_RANK"

@@ -55,6 +55,18 @@ def adopt(env: MutableMapping[str, str] | None = None) -> Place:
     return here
 
 
+def meeting_point(env: Mapping[str, str] | None = None) -> tuple[str, int]:
+    """Address and port at which all ranks meet; UserError if the launcher has not set them, or no such port exists."""
+    env = os.environ if env is None else env
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not env.get(name):
+            raise UserError(f"Environment variable {name} is not set: the launcher must set it, alike for all ranks.")
+    port = _number(env, "MASTER_PORT")
+    if port > 65535:
+        raise UserError(f"Environment variable MASTER_PORT = {port}: it must be at most 65535; use one such as 29500.")
+    return env["MASTER_ADDR"], port
+
+
 def first_host(nodes: str) -> str:
     """The first host of Slurm's compact list: node[007-9,12],gpu3 -> node007."""
     head = re.match(r"([^\[,]*)(?:\[([^\],-]+)[^\]]*\]([^\[,]*))?", nodes)

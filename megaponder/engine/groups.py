@@ -103,6 +103,8 @@ def shared_store() -> dist.Store:
 def _start(timeout: datetime.timedelta, device: torch.device) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     here = launcher.adopt()
+    if here.launcher != "none":
+        launcher.meeting_point()  # in words, before torch
     if _attempt:
         store = dist.PrefixStore(f"attempt_{_attempt}", shared_store())
         dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world_size, timeout=timeout)

@@ -200,13 +200,11 @@ def _connect(here: Place, deadline: float) -> Any:
     """A store that all ranks reach: torchrun's own, or one on rank 0."""
     if here.launcher == "none":
         return dist.HashStore()
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    if not address or not port.isdecimal():
-        raise UserError("Environment variables MASTER_ADDR and MASTER_PORT are not set: the launcher must set them.")
+    address, port = launcher.meeting_point()
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         store = dist.TCPStore(
-            address, int(port), is_master=here.rank == 0 and not hosted, wait_for_workers=False,
+            address, port, is_master=here.rank == 0 and not hosted, wait_for_workers=False,
             timeout=datetime.timedelta(seconds=deadline),
         )  # fmt: skip
     except (dist.DistError, RuntimeError) as error:

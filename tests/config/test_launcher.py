@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megaponder.config.launcher import Place, adopt, first_host, place
+from megaponder.config.launcher import Place, adopt, first_host, meeting_point, place
 from megaponder.errors import UserError
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node3", "MASTER_PORT": "29500"}
@@ -67,3 +67,18 @@ def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
 def test_contradictions_are_named(env: dict[str, str], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence.replace("(", r"\(")):
         place(env)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set: the launcher must set it, alike for all ranks"),
+        ({"MASTER_PORT": ""}, "MASTER_PORT is not set"),
+        ({"MASTER_PORT": "x"}, "MASTER_PORT = 'x': the launcher must set it to an integer"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT = 70000: it must be at most 65535"),
+    ],
+)
+def test_a_place_where_nobody_can_meet_is_named(changes: dict[str, str], sentence: str) -> None:
+    assert meeting_point(TORCHRUN) == ("node3", 29500)
+    with pytest.raises(UserError, match=sentence):
+        meeting_point(TORCHRUN | changes)

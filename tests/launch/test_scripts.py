@@ -77,6 +77,7 @@ def test_several_nodes_need_an_address(fakes: Path) -> None:
         ({"NNODES": "2"}, "NODE_RANK must be set"),
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "NODE_RANK = 2: it counts from 0"),
         ({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "http"}, "MASTER_PORT = 'http'"),
+        ({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "70000"}, "MASTER_PORT = 70000: it must"),
         ({"LAUNCHER": "nolauncher --x"}, "LAUNCHER = 'nolauncher': there is no such command here"),
     ],
 )
