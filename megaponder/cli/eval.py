@@ -159,10 +159,10 @@ def table(found: Sequence[tuple[str, dict[str, Score]]]) -> Iterator[str]:
 
     rows = [["", "data", "loss", "soft loss", "perplexity", "bits/byte", "depth", "GFLOPs/token"]]
     for label, scores in found:
-        every = dict(scores)
+        every = [*scores.items()]
         if len(scores) > 1:
-            every["together"] = together(list(scores.values()))
-        for name, score in every.items():
+            every.append(("all together" if "together" in scores else "together", together(list(scores.values()))))
+        for name, score in every:
             stats = score.stats
             rows.append([
                 label, name, f"{score.loss:.4f}", _number(stats.get("soft_loss")), f"{score.perplexity:.4g}",

@@ -18,6 +18,8 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#4d
 MARKERS, LINES = "osD^vPX*", ("-", "--", ":")
 SHOWN_FROM = 0.2
 """Share of the tokens before which losses may lie outside: the fall at the start would flatten all that matters."""
+LEAST_SHOWN = 0.3
+"""Nats above the worst model as it is that are always shown of its sweep."""
 MOST_COLUMNS = 4
 LOSS = "held-out loss (nats per token)"
 
@@ -61,7 +63,8 @@ def draw(groups: Sequence[Group]) -> Any:
 
 def _style(i: int) -> dict[str, Any]:
     n = len(COLORS)
-    return {"color": COLORS[i % n], "marker": MARKERS[i % len(MARKERS)], "linestyle": LINES[i // n % len(LINES)]}
+    marker = MARKERS[(i + i // (n * len(LINES))) % len(MARKERS)]  # another one when colours and lines begin again
+    return {"color": COLORS[i % n], "marker": marker, "linestyle": LINES[i // n % len(LINES)]}
 
 
 def _curves(axes: Any, groups: Sequence[Group], x: str, scale: float) -> None:
@@ -140,10 +143,24 @@ def _over_inference(axes: Any, groups: Sequence[Group]) -> None:
     best = depth.front([(s.flops, s.loss) for g in groups for s in depth.sweeps(g) if s.kind != RANDOM])
     if swept and len(best) > 1:
         axes.step(*zip(*best, strict=True), where="post", color="#adb5bd", linewidth=4, alpha=0.5, zorder=0)
+        _cut_sweeps(axes, groups)
         told = "lines: other numbers of passes\ndotted: other thresholds\ncrosses: at random\ngrey: best of all"
-        axes.text(0.98, 0.97, told, transform=axes.transAxes, fontsize=8, ha="right", va="top", color="#495057")
+        axes.text(
+            0.98, 0.97, told, transform=axes.transAxes, fontsize=8, ha="right", va="top", color="#495057",
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5},
+        )  # fmt: skip
     axes.set(xlabel="FLOPs of a token in decoding", ylabel=LOSS, title="Equal inference compute")
     _logarithmic(axes)
+
+
+def _cut_sweeps(axes: Any, groups: Sequence[Group]) -> None:
+    """Show losses near those of the models as they are: of one with too few passes it may be several times as large."""
+    trained = [loss for g in groups for r in g.results if (loss := _as_trained(r)) is not None and math.isfinite(loss)]
+    every = [s.loss for g in groups for s in depth.sweeps(g) if math.isfinite(s.loss)]
+    if trained and every:
+        low, spread = min(*every, *trained), max(trained) - min(trained)
+        high = min(max(*every, *trained), max(trained) + max(spread, LEAST_SHOWN))
+        axes.set_ylim(low - 0.06 * (high - low), high + 0.06 * (high - low))
 
 
 def _as_trained(result: Result) -> float | None:

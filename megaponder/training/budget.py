@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import fields
 
+from megaponder.config.declare import declaration
 from megaponder.engine import depth
 from megaponder.ponder.base import Method
 from megaponder.ponder.budget import PRICE
@@ -79,6 +81,22 @@ def ends_before_the_ramp(method: Method, total: int) -> str | None:
     for name, what in ends.items():
         if (end := getattr(method.options, name, 0)) > total:
             return f"ponder.options.{name} is {end:,}, but the run ends at step {total:,}, {what}."
+    return None
+
+
+def without_effect(method: Method) -> str | None:
+    """A sentence where options are set that only the form without a budget reads; `parse_options` refuses them where
+    the budget is the default, since its user may have meant the other form."""
+    ignored: dict[str, list[str]] = {}
+    for field in fields(method.options):
+        other, value = declaration(field).unless, getattr(method.options, field.name)
+        if other and getattr(method.options, other) and value != field.default:
+            ignored.setdefault(other, []).append(f"{field.name} = {value}")
+    for other, names in ignored.items():
+        return (
+            f"ponder.options.{other} = {getattr(method.options, other)} leaves {', '.join(names)} without effect; "
+            f"{other}: 0.0 is the form that reads {'it' if len(names) == 1 else 'them'}."
+        )
     return None
 
 

@@ -8,7 +8,7 @@ from megaponder.engine.step import Engine, StepOutput
 from megaponder.monitor.monitor import Monitor
 from megaponder.monitor.pondered import Pondered
 from megaponder.monitor.row import Row
-from megaponder.training.budget import Budget, ends_before_the_ramp, random_is_as_good
+from megaponder.training.budget import Budget, ends_before_the_ramp, random_is_as_good, without_effect
 from megaponder.training.evaluate import Evaluation
 from megaponder.training.faults import finite
 from megaponder.training.schedule import Schedule
@@ -33,6 +33,7 @@ class Report:
         self._empty = 0
         self._budget = Budget(engine.stage.method, cfg.logging.every)
         monitor.warn("ramp", ends_before_the_ramp(engine.stage.method, total))
+        monitor.warn("options", without_effect(engine.stage.method))
         # gates start equal, which is not a collapse
         self._gates_settled = max(schedule.warmup, min(100, total // 10))
 

@@ -10,7 +10,7 @@ import pytest
 
 from megaponder.cli.main import main
 from megaponder.compare import depth, differences, results, table
-from megaponder.compare.figure import draw
+from megaponder.compare.figure import _style, draw
 from tests.compare.test_compare import evaluated, make
 
 
@@ -121,6 +121,12 @@ def test_losses_of_different_texts_are_not_drawn_together(tmp_path: Path) -> Non
     (runs[0] / "eval.json").write_text(json.dumps(evaluated(2.2, ("1 pass", 2.6, 1e5))))
     both = draw(groups_of(*map(results.read_run, runs))).axes[2]
     assert both.texts and [line for line in both.lines if 2.5 in line.get_ydata()]
+    (runs[0] / "eval.json").write_text(json.dumps(evaluated(2.2, ("1 pass", 9.0, 1e5))))
+    assert 2.5 <= draw(groups_of(*map(results.read_run, runs))).axes[2].get_ylim()[1] < 3
+
+
+def test_many_groups_have_styles_of_their_own() -> None:
+    assert len({tuple(_style(i).items()) for i in range(60)}) == 60
 
 
 def test_losses_by_depth_are_means_over_seeds_and_a_curve_only_of_the_same_tokens(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megaponder.cli.eval import by_depth
+from megaponder.cli.eval import by_depth, table
 from megaponder.cli.main import main
 from megaponder.config.resolve import resolve
 from megaponder.config.schema import ModelConfig, PonderConfig, RunConfig
@@ -242,6 +242,13 @@ def test_datasets_of_one_file_name_are_all_read(tmp_path: Path) -> None:
         paths.append(written(tmp_path / folder / "valid", 40)[0])
     cfg.data.valid = {"a": [1.0, paths[0], 1.0, paths[1]], "law": [paths[2]]}
     assert heldout.datasets(cfg, []) == {"valid": paths[0], paths[1]: paths[1], "law": paths[2]}
+
+
+def test_a_dataset_may_be_called_together() -> None:
+    scores = {name: heldout.Score(10, nats, None, {}, 1e9) for name, nats in (("together", 20.0), ("other", 40.0))}
+    *_, own, other, both = table([("", scores)])
+    assert ["| together" in own, "| other" in other, "| all together" in both] == [True] * 3
+    assert ["2.0000" in own, "4.0000" in other, "3.0000" in both] == [True] * 3
 
 
 def test_what_cannot_be_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from megaponder.ponder.base import Shape
 from megaponder.ponder.registry import build_method
-from megaponder.training.budget import Budget, ends_before_the_ramp, random_is_as_good
+from megaponder.training.budget import Budget, ends_before_the_ramp, random_is_as_good, without_effect
 from megaponder.training.evaluate import Evaluation
 
 SHAPE = Shape("llama", 2, 32)
@@ -40,6 +40,21 @@ def test_a_budget_that_is_missed_is_named() -> None:
     paper = _told({"target": 0.0, "bottom_share": 0.1}, _active(1, 1, 0.1, 0.1))
     assert paper["budget"] is not None and "budget is 3.60; ponder.options.target would hold it" in paper["budget"]
     assert paper["one gate"] is not None and "100% halt after pass 1" in paper["one gate"]
+
+
+def test_options_that_a_budget_leaves_without_effect_are_told() -> None:
+    said = without_effect(build_method("adaponderlm", {"target": 0.7, "threshold": 0.5, "bottom_share": 0.3}, SHAPE))
+    assert said == (
+        "ponder.options.target = 0.7 leaves threshold = 0.5, bottom_share = 0.3 without effect; target: 0.0 is the "
+        "form that reads them."
+    )
+    for method, options in (
+        ("adaponderlm", {"target": 0.0, "threshold": 0.5}),
+        ("adaponderlm", {"target": 0.7, "threshold": 1e-4}),  # its default, as in files that name every option
+        ("ponderlm3", {"target": 0.7, "score_weight": 0.2}),
+        ("vanilla", {}),
+    ):
+        assert without_effect(build_method(method, options, SHAPE)) is None
 
 
 def test_a_run_that_ends_before_the_ramp_is_told() -> None:
