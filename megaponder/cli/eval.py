@@ -213,11 +213,7 @@ def _number(value: float | None, digits: int = 4) -> str:
 
 def _aligned(rows: Sequence[Sequence[str]], words: int) -> Iterator[str]:
     """A Markdown table without its empty columns; the first `words` columns are text."""
+    from megaponder.compare.table import Table, markdown
+
     kept = [i for i in range(len(rows[0])) if any(row[i] for row in rows[1:])]
-    widths = [max(len(row[i]) for row in rows) for i in kept]
-    for n, row in enumerate(rows):
-        cells = [row[i].ljust(w) if i < words else row[i].rjust(w) for i, w in zip(kept, widths, strict=True)]
-        yield f"| {' | '.join(cells)} |"
-        if n == 0:
-            marks = ("-" * (w + 1) + (":" if i >= words else "-") for i, w in zip(kept, widths, strict=True))
-            yield f"|{'|'.join(marks)}|"
+    yield from markdown(Table("", [[row[i] for i in kept] for row in rows], sum(i < words for i in kept))).splitlines()
