@@ -67,7 +67,7 @@ def add_parser(commands: Commands) -> None:
         "--exit-below", type=float, metavar="X", help="looped cores stop once a recurrence changes less than this"
     )
     parser.add_argument(
-        "--exit-by", metavar="NAME", help="what it must no longer change: change, cosine, entropy, divergence, ..."
+        "--exit-by", metavar="NAME", help="measure of that: change, cosine, entropy, divergence, ... (docs/looped.md)"
     )
     parser.add_argument(
         "--kv-budget", type=int, metavar="N", help="keep keys and values of so many passes of a token; 0: of all"

@@ -37,19 +37,30 @@ CODES = {"related": 0, "unrelated": 1, "inconclusive": 3}
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("lineage", help=SUMMARY, description=SUMMARY, epilog=EPILOG)
     add_plugin(parser)
-    parser.add_argument("what", choices=("awm", "huref", "tree"), help="method, or tree for many models")
+    parser.add_argument(
+        "what", choices=("awm", "huref", "tree"),
+        help="what is compared of two models: query and key matrices (awm), or products of matrices at rare tokens "
+        "(huref); tree: awm of many models, as families",
+    )  # fmt: skip
     parser.add_argument("models", metavar="MODEL", nargs="+", help="two models (huref: also fingerprints), or many")
     parser.add_argument(
-        "--mode", choices=("official", "robust"), help="as published, or against disguises; tree: robust (default: "
-        "official)",
+        "--mode", choices=("official", "robust"),
+        help="as published (official, the default), or also against rotations and scales that hide where weights come "
+        "from (robust); tree: robust",
     )  # fmt: skip
     parser.add_argument("--tokenizer", metavar="T", help="tokenizer of all models, if they name none")
     parser.add_argument("--by-id", action="store_true", help="equal ids are equal tokens, whatever tokenizers say")
-    parser.add_argument("--draws", type=int, default=8, metavar="N", help="random pairings (default 8)")
+    parser.add_argument(
+        "--draws",
+        type=int,
+        default=8,
+        metavar="N",
+        help="random pairings of tokens to compare a score with (default 8)",
+    )
     parser.add_argument("--json", metavar="FILE", help="write everything that was measured")
     parser.add_argument("--data", metavar="PREFIX", help="huref: take the rarest tokens of this dataset")
     parser.add_argument("--tokens", metavar="FILE", help="huref: token ids, one a line, the commonest first")
-    parser.add_argument("--count", type=int, default=4096, metavar="N", help="huref: tokens (default 4096)")
+    parser.add_argument("--count", type=int, default=4096, metavar="N", help="huref: how many tokens (default 4096)")
     parser.add_argument("--save", metavar="FILE", help="huref: write the first model's fingerprint (.npz)")
     parser.add_argument("--out", metavar="FOLDER", default="lineage", help="tree: folder to write (default lineage)")
 
