@@ -49,6 +49,7 @@ def _train(cfg: RunConfig) -> int:
         cfg = _complete_on_all_ranks(cfg)
         starting("processes")
         process_groups.start(cfg)
+        setup.refuse_different_versions()
         setup.refuse_different_ranks(cfg)  # before groups of the configured sizes
         starting("imports")
         cuda_on_cpu.install()  # before megatron-core's first import

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaponder import __version__, files
+from megaponder import files
 from megaponder.config import launcher
 from megaponder.config.launcher import Place
 from megaponder.config.load import to_mapping
@@ -38,12 +37,13 @@ from megaponder.ranks import PATIENCE
 from megaponder.training import setup
 from megaponder.training.lock import RunLock
 from megaponder.training.shared_folder import leave_token, places, take_token, without_token
+from megaponder.training.versions import versions
 
 DEADLINE = 45.0
 """Seconds for all reports to arrive."""
 SAME = (
-    "megaponder", "python", "torch", "cuda", "nccl", "driver", "megatron-core", "transformer-engine", "gpu", "gpus",
-    "configuration",
+    "megaponder", "megaponder's code", "python", "torch", "cuda", "nccl", "driver", "megatron-core",
+    "transformer-engine", "gpu", "gpus", "configuration",
 )  # fmt: skip
 """Facts that must be equal on all ranks."""
 Report = dict[str, Any]
@@ -125,10 +125,7 @@ def look(cfg: RunConfig, here: Place) -> Report:
         "cuda": torch.version.cuda or "none",
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else "none",
         "python": platform.python_version(),
-        "megaponder": __version__,
-        "torch": torch.__version__,
-        "megatron-core": _version("megatron-core"),
-        "transformer-engine": _version("transformer-engine"),
+        **versions(),
         "configuration": digest(to_mapping(cfg)),
         "free": shutil.disk_usage(folder).free,
         "checkpoint": _checkpoint_bytes(cfg),
@@ -241,13 +238,6 @@ def _existing(path: Path) -> Path:
     while not path.exists():
         path = path.parent
     return path
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 def _driver() -> str:

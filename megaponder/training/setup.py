@@ -23,6 +23,7 @@ from megaponder.errors import ConfigError, UserError
 from megaponder.monitor.throughput import Costs
 from megaponder.ponder.base import Method
 from megaponder.ponder.facts import facts_of
+from megaponder.training.versions import versions
 
 if TYPE_CHECKING:
     import torch
@@ -108,6 +109,21 @@ def refuse_different_ranks(cfg: RunConfig) -> None:
             if value != found[0][name]:
                 rule = f"rank {rank} has this value, but rank 0 has {found[0][name]!r}"
                 raise ConfigError(name, value, rule, "start all ranks with the same configuration")
+
+
+def refuse_different_versions() -> None:
+    """UserError, on all ranks, if one of them runs other code: each would compute something else.  A collective.
+
+    The first process of each node looks at what all of them run.
+    """
+    from megaponder.ranks import gather
+
+    first, *others = gather(versions() if launcher.place().local_rank == 0 else None)
+    for other in others:
+        for name, value in (other.value or {}).items():
+            if first.value is not None and value != first.value[name]:
+                here = f"{first.value[name]} for {first.who}"
+                raise UserError(f"{name} = {value} for {other.who}, but {here}: give all nodes the same version.")
 
 
 def patience(cfg: RunConfig) -> tuple[float, float]:

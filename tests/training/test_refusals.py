@@ -8,6 +8,7 @@ import socket
 import time
 
 from megaponder.checkpoint import folder, manifest
+from megaponder.training import versions
 from tests.training.conftest import Base, run
 
 
@@ -104,6 +105,24 @@ def test_ranks_with_different_configurations_are_refused(base: Base):
     for sentence, field in zip(found[0], ("optimizer.lr = 0.5", "train.steps = 4", "ponder.options = "), strict=True):
         assert sentence.startswith(field) and "rank 1 has this value, but rank 0 has" in sentence
     assert not (base.root / "different" / "metrics.jsonl").exists()
+
+
+def test_nodes_with_other_code_are_refused(base: Base):
+    """Two checkouts have one version number; a file more, another name or another byte makes another digest."""
+    code = base.root / "code"
+    digests = set()
+    for name, text in (("a.py", "x = 1"), ("a.py", "x = 2"), ("sub/b.py", "x = 2")):
+        (code / name).parent.mkdir(parents=True, exist_ok=True)
+        (code / name).write_text(text)
+        digests.add(versions.code_digest(code))
+    (code / "notes.txt").write_text("not code")
+    assert len(digests) == 3 and versions.code_digest(code) in digests
+    found, _ = run("refusal_of_other_code", 2, code=str(code), run=str(base.root / "other-code"), data=base.data)
+    here, there = versions.code_digest(versions.CODE), versions.code_digest(code)
+    assert found[0] == found[1]
+    host = socket.gethostname()
+    assert found[0][0].startswith(f"megaponder's code = {there} for rank 1 on {host}, but {here} for rank 0 on {host}")
+    assert not (base.root / "other-code" / "metrics.jsonl").exists()
 
 
 def test_what_one_rank_lacks_is_told_to_all(base: Base):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 from typing import Any
 
 from megaponder.config.load import from_mapping
@@ -106,6 +107,15 @@ def refusal_of_different_ranks(**job: Any) -> list[str]:
     ]
     rank = os.environ["RANK"]
     return refusals([job | other if rank == "1" else job for other in others])
+
+
+def refusal_of_other_code(code: str, **job: Any) -> list[str]:
+    """What `train` says where rank 1, on a node of its own, runs other code."""
+    from megaponder.training import versions
+
+    if os.environ["RANK"] == "1":
+        os.environ["LOCAL_RANK"], versions.CODE = "0", Path(code)
+    return refusals([job])
 
 
 def refusals_of_rank_0_alone(**job: Any) -> list[tuple[str, int]]:
