@@ -20,7 +20,7 @@ from torch import Tensor
 from megaponder.config.schema import RunConfig
 from megaponder.data.batch import MicroBatch, batch_of, make_micro_batch
 from megaponder.data.indexed import Index, read_index
-from megaponder.data.info import read_meta
+from megaponder.data.info import DatasetMeta, read_meta
 from megaponder.data.packing import in_stored_order
 from megaponder.engine import depth
 from megaponder.errors import ConfigError, UserError
@@ -160,8 +160,7 @@ def datasets(cfg: RunConfig, named: Sequence[str], flag: str = "--data") -> dict
     for prefix in found.values():
         index = read_index(prefix)
         meta = read_meta(index)
-        # kinds differ where an export holds a SentencePiece tokenizer in another form
-        if meta and meta.tokenizer_kind == tokenizer[0] and meta.tokenizer_fingerprint != tokenizer[1]:
+        if meta and _of_another(tokenizer, meta):
             rule = f"it was prepared with another tokenizer than the model's ({meta.tokenizer})"
             raise ConfigError(flag, prefix, rule, "prepare the text with the model's own tokenizer")
         largest = meta.max_id if meta else index.max_id()
@@ -186,21 +185,32 @@ def _of_run(cfg: RunConfig) -> dict[str, str]:
     return found
 
 
-def _tokenizer(cfg: RunConfig) -> tuple[str, str]:
-    """Kind and fingerprint of the tokenizer that the model was trained with; empty where nothing says it."""
+def _tokenizer(cfg: RunConfig) -> tuple[str, str, int]:
+    """Kind, fingerprint and size of the tokenizer that the model was trained with; empty where nothing says it."""
     from megaponder.data.blend import parse_blend
     from megaponder.data.tokenizer import load_tokenizer
 
     try:
         if cfg.data.tokenizer:
             tokenizer = load_tokenizer(cfg.data.tokenizer)
-            return tokenizer.kind, tokenizer.fingerprint
+            return tokenizer.kind, tokenizer.fingerprint, tokenizer.vocab_size
         for source in parse_blend(cfg.data.train, "data.train"):
             if meta := read_meta(read_index(source.path)):
-                return meta.tokenizer_kind, meta.tokenizer_fingerprint
+                return meta.tokenizer_kind, meta.tokenizer_fingerprint, meta.vocab_size
     except UserError:
         pass  # they lie elsewhere
-    return "", ""
+    return "", "", 0
+
+
+def _of_another(tokenizer: tuple[str, str, int], meta: DatasetMeta) -> bool:
+    """Whether a dataset is of another tokenizer than `_tokenizer`.
+
+    An export holds SentencePiece and bytes in another form, with another fingerprint; that of bytes has as many ids.
+    """
+    kind, fingerprint, size = tokenizer
+    if kind == meta.tokenizer_kind:
+        return fingerprint != meta.tokenizer_fingerprint
+    return bool(kind) and "bytes" in (kind, meta.tokenizer_kind) and size != meta.vocab_size
 
 
 def windows(

@@ -61,7 +61,7 @@ def _train(cfg: RunConfig) -> int:
     except Exception as error:
         if isinstance(error, LostRank) or not is_lost_connection(error):
             raise
-        why = first_line(error) or type(error).__name__
+        why = (first_line(error) or type(error).__name__).rstrip(".")
         if "EADDRINUSE" in why:
             raise UserError(_port_is_taken()) from error
         raise LostRank(f"Another rank was lost, or never started, before the first step ({why}).") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -259,7 +260,13 @@ def test_what_cannot_be_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[
     index = read_index(other)
     meta = DatasetMeta("elsewhere", "bytes", "c" * 64, 90, 0, index.max_id(), index.documents, 50, "uint16", 100)
     Path(f"{other}.json").write_bytes(meta.dump())
+    bpe, exported = written(tmp_path / "bpe", 50)[0], written(tmp_path / "exported", 50)[0]
+    for path, size in ((bpe, 90), (exported, 257)):  # 257: bytes, in the form in which an export holds them
+        there = replace(meta, tokenizer_kind="huggingface", vocab_size=size)
+        Path(f"{path}.json").write_bytes(there.dump())
+    assert heldout.datasets(cfg, [exported]) == {Path(exported).name: exported}
     for words, sentence in (
+        ([bpe], "another tokenizer"),
         ([], "--data is missing"),
         ([prefix], "it has token id"),
         ([other], "another tokenizer"),
