@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.study.run import END, SAVE, STOPPED
+from benchmarks.study.run import END, QUEUE, SAVE, STOPPED
 from megaponder.errors import UserError
 
 POLL = 0.5
@@ -39,6 +39,8 @@ class Job:
     """Needed by what is left of its training."""
     memory: float = 0.0
     """Bytes that it takes on a GPU."""
+    logged: int = 0
+    """Bytes of its training's log before its last start."""
 
 
 def run_all(jobs: list[Job], parallel: int, begin: float, minutes: float | None, say: Callable[[str], None]) -> None:
@@ -146,7 +148,8 @@ def place(waiting: Sequence[Job], going: Sequence[tuple[Job, int]], gpus: int, r
 
 
 def _start(job: Job, gpu: int | None) -> subprocess.Popen[bytes]:
-    environment = dict(os.environ)
+    environment = {**os.environ, QUEUE: str(os.getpid())}
+    job.logged = _size(job.log.with_name("train.log"))
     if gpu is not None:
         environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
     environment.setdefault("OMP_NUM_THREADS", "1")
@@ -159,12 +162,18 @@ def _start(job: Job, gpu: int | None) -> subprocess.Popen[bytes]:
 
 
 def _last_words(job: Job) -> str:
-    """The end of its logs."""
-    for log in (job.log.with_name("train.log"), job.log):
-        lines = log.read_text(errors="replace").strip().splitlines() if log.is_file() else []
-        if lines:
+    """The end of its logs; of its training's, the last error of this start where it names one."""
+    for log, begin in ((job.log.with_name("train.log"), job.logged), (job.log, 0)):
+        text = log.read_bytes()[begin:].decode(errors="replace") if log.is_file() else ""
+        if lines := text.strip().splitlines():
+            if errors := [line for line in lines if line.startswith("error: ")]:
+                return f"{log}: {errors[-1]}"
             return f"{log} ends with: {lines[-1]}"
     return f"see {job.log}"
+
+
+def _size(log: Path) -> int:
+    return log.stat().st_size if log.is_file() else 0
 
 
 def write(path: Path, task: object) -> None:

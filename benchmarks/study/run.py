@@ -13,7 +13,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -22,6 +24,10 @@ from megaponder.monitor import jsonl
 
 STOPPED = 75
 """The row was asked to stop; its checkpoint waits for the next start."""
+QUEUE = "MEGAPONDER_STUDY_QUEUE"
+"""In the environment of a row, the process id of its queue."""
+LOOK = 1.0
+"""Seconds between looks at whether the queue is there."""
 SAVE, END = signal.SIGUSR1, signal.SIGTERM
 """What a row is sent: a training shall save and stop, or all shall."""
 CURVE = ("needed_flops", "executed_flops", "training_seconds", "ponder_valid_mean_depth")
@@ -36,12 +42,14 @@ def main(path: Path) -> int:
     (run / "study.yaml").write_text(json.dumps(task["config"]))  # which is YAML, too
     with open(run / "train.log", "ab") as log:
         train = start(run, log)
+        if queue := os.environ.get(QUEUE):
+            threading.Thread(target=_end_with, args=(int(queue),), daemon=True).start()
         how = task.get("evaluate", "benchmarks.study.evaluation")
         if how:
             evaluation = importlib.import_module(how)
             evaluation.prepare()  # meanwhile
         code = train.wait()
-    if code == 143:
+    if code in (143, -signal.SIGTERM):  # the second before it listens, with nothing to save
         return STOPPED
     if code:
         return code
@@ -53,6 +61,15 @@ def main(path: Path) -> int:
     partial.write_text(json.dumps(result, indent=1) + "\n")
     partial.replace(out)
     return 0
+
+
+def _end_with(queue: int) -> None:
+    """A row whose queue was killed ends as if it had been asked to, for the next one starts it again."""
+    with suppress(ProcessLookupError):
+        while True:
+            os.kill(queue, 0)  # whether it is there
+            time.sleep(LOOK)
+    os.kill(os.getpid(), END)
 
 
 def start(run: Path, log: IO[bytes]) -> subprocess.Popen[bytes]:

@@ -197,6 +197,25 @@ def test_rows_end_with_the_queue(tmp_path: Path) -> None:
     assert [process.returncode for process in every] == [run.STOPPED, run.STOPPED, -signal.SIGKILL]
 
 
+def test_a_row_whose_queue_is_gone_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = tmp_path / "row.json"
+    queue.write(task, {"config": {"run": str(tmp_path / "run")}, "corpus": None})
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    monkeypatch.setenv(run.QUEUE, str(gone.pid))
+    process = subprocess.run([sys.executable, "-c", ROW, str(task), "999"], stdout=subprocess.DEVNULL, timeout=300)
+    assert process.returncode == run.STOPPED
+
+
+def test_a_failed_row_is_told_by_the_error_of_its_own_start(tmp_path: Path) -> None:
+    job, log = queue.Job("row", tmp_path / "row.json", tmp_path / "row.log", 1.0), tmp_path / "train.log"
+    log.write_text("error: an earlier one.\n")
+    job.logged = log.stat().st_size
+    assert queue._last_words(job) == f"see {job.log}"
+    log.write_text(log.read_text() + "error: this one.\nstep 3/4 of another process\n")
+    assert queue._last_words(job) == f"{log}: error: this one."
+
+
 def test_a_row_trains_and_is_evaluated_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
