@@ -57,7 +57,9 @@ def tensors(path: Path) -> dict[str, torch.Tensor]:
     return reader.read(path, {n: m for n, m in reader.tensors(path).items() if not n.startswith("random.")})
 
 
-def test_routers_alone_change_and_layouts_change_nothing(base: Base, mixture: Path) -> None:
+@pytest.fixture(scope="module")
+def runs(base: Base, mixture: Path) -> Path:
+    """Where all layouts have trained the mixture's routers: in the folders r-LAYOUT, and more beside them."""
     cfg, _ = load_weights(mixture)
     labels = {"weight": 0.3, "data": {"art": [f"{base.data}/train"], "law": [f"{base.data}/valid"]}}
     blend = {"data__train": [3, f"{base.data}/train", 1, f"{base.data}/valid"], "train__disciplines": labels}
@@ -71,6 +73,11 @@ def test_routers_alone_change_and_layouts_change_nothing(base: Base, mixture: Pa
         _, output = run("run_many", world, jobs=jobs)
         asked = sum(w == world for w, _ in LAYOUTS.values()) + (world == 1)
         assert output.count("Only routers are trained (train.only).") == asked
+    return base.root
+
+
+def test_routers_alone_change_and_layouts_change_nothing(base: Base, mixture: Path, runs: Path) -> None:
+    cfg, _ = load_weights(mixture)
     start = tensors(folder.final(mixture / "checkpoints", 0))
     rows = {n: base.rows(f"r-{n}") for n in LAYOUTS}
     for name in LAYOUTS:
@@ -121,11 +128,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def test_what_does_not_fit_is_one_sentence(base: Base, mixture: Path) -> None:
+def test_what_does_not_fit_is_one_sentence(base: Base, mixture: Path, runs: Path) -> None:
     cfg, _ = load_weights(mixture)
     job = {"data": base.data, "checkpoint__load": str(mixture), "train__only": ["routers"]} | SHORT | model(cfg)
     jobs = [job | {"run": "x"} | c for c, _ in REFUSED.values()]
-    jobs = [j | {"run": str(base.root / j["run"])} for j in jobs]
+    jobs = [j | {"run": str(runs / j["run"])} for j in jobs]
     (found,), _ = run("refusals", 1, jobs=jobs)
     for sentence, (_, said) in zip(found, REFUSED.values(), strict=True):
         assert said in sentence
