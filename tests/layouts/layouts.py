@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.layouts.samples import CONTEXT, DOCUMENTS, EXPERTS, FEW, REPRESENTATIVES, SHARDED, STAGED, THREE_STAGES
+from tests.layouts.samples import ACROSS, CONTEXT, DOCUMENTS, EXPERTS, FEW, SHARDED, STAGED, THREE_STAGES
 from tests.layouts.shapes import Layout
 
 ESLM_OF_MICRO = "eslm-micro-skip"
@@ -11,9 +11,7 @@ ESLM_OF_MICRO = "eslm-micro-skip"
 LAYOUTS = {
     "one": Layout(deep=True, evaluate=True),
     "one-batch1": Layout(batch=1, deep=True, every=False, sample=(*FEW, ESLM_OF_MICRO), evaluate=True),
-    "one-documents": Layout(
-        batch=1, deep=True, every=False, sample=REPRESENTATIVES + DOCUMENTS, evaluate=True, documents=True
-    ),
+    "one-documents": Layout(batch=1, deep=True, every=False, sample=ACROSS + DOCUMENTS, evaluate=True, documents=True),
     "one-batch4-recompute": Layout(batch=4, recompute="layer", every=False),
     "one-recompute-some": Layout(recompute="layer", parts=1, offload=True, every=False, sample=(*FEW, "freqkv-gqa")),
     "tp2": Layout(tensor=2, every=False, sample=FEW),
@@ -24,18 +22,20 @@ LAYOUTS = {
     "pp2-recompute": Layout(pipeline=2, recompute="layer", offload=True, every=False, sample=FEW),
     "dp2": Layout(data=2, every=False, sample=FEW),
     "dp2-overlap": Layout(data=2, batch=1, overlap=True, every=False, sample=FEW),
-    "dp2-distopt-overlap": Layout(data=2, batch=1, distributed_optimizer=True, overlap=True, every=False, methods=True),
+    "dp2-distopt-overlap": Layout(
+        data=2, batch=1, distributed_optimizer=True, overlap=True, every=False, sample=ACROSS, methods=True
+    ),
     "pp3": Layout(pipeline=3, batch=1, deep=True),
     "pp4": Layout(pipeline=4, batch=1, deep=True, every=False),
     "tp4-sp": Layout(tensor=4, sequence=True, every=False, sample=("depth-skip",)),
     "tp2-pp2": Layout(tensor=2, pipeline=2, every=False, sample=("ponderlm-pythia", "everything-llama")),
     "tp2-sp-pp2-recompute": Layout(
-        tensor=2, pipeline=2, sequence=True, recompute="layer", deep=True, every=False, evaluate=True
+        tensor=2, pipeline=2, sequence=True, recompute="layer", deep=True, every=False, sample=ACROSS, evaluate=True
     ),
     "dp2-pp2-distopt-overlap": Layout(
         data=2, pipeline=2, batch=1, distributed_optimizer=True, overlap=True, every=False, sample=FEW, evaluate=True
     ),
-    "tp2-sp-documents": Layout(tensor=2, sequence=True, every=False, evaluate=True, documents=True),
+    "tp2-sp-documents": Layout(tensor=2, sequence=True, every=False, sample=ACROSS, evaluate=True, documents=True),
     "pp2-documents": Layout(
         pipeline=2, recompute="layer", deep=True, every=False, sample=(*FEW, "parcae-llama"), documents=True
     ),

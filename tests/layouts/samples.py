@@ -14,6 +14,9 @@ REPRESENTATIVES = (
     "everything-deep",
     "eslm-global",
 )
+ACROSS = tuple(n for n in REPRESENTATIVES if n not in ("vanilla-llama-tied", "qk-norm-gqa", "sandwich-gqa"))
+"""Where ranks share layers and more besides: the others' norms and table are as where they share layers alone, and
+Huginn's table is tied as well."""
 FEW = ("ponderlm-pythia", "adaptive-cot-skip-gqa", "huginn-llama", "depth-across-gqa", "everything-llama")
 """In layouts that differ in one respect from others that run more."""
 SIMILAR = (
