@@ -98,8 +98,11 @@ pass_on # what came before there was a child
 until
   woken='' code=0
   wait "$child" || code=$?
-  [ -z "$woken" ] # a trap has ended the wait, not the child, whose code is kept if it has ended meanwhile
-do :; done
+  # a trap has ended the wait, not the child, whose code is kept if it has ended meanwhile; or it was stopped
+  [ -z "$woken" ] && ! kill -0 "$child" 2>/dev/null
+do
+  [ -n "$woken" ] || sleep 1
+done
 if [ -s "$MEGAPONDER_EXIT_FILE" ]; then
   code=$(sort -n "$MEGAPONDER_EXIT_FILE" | head -n 1)
 elif [ "$code" -ne 0 ] && [ "$asked" -ne 0 ]; then

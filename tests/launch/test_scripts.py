@@ -193,6 +193,11 @@ def test_the_ranks_end_while_a_signal_is_heeded(fakes: Path, script: Path, child
     assert process.wait(timeout=300) == 0
 
 
+def test_a_launcher_that_is_stopped_for_a_while_has_not_ended(fakes: Path) -> None:
+    program(fakes, "torchrun", "(sleep 0.2; kill -CONT $$) & kill -STOP $$\nexit 5")
+    assert launch(SCRIPTS[0], fakes, "c.yaml").returncode == 5
+
+
 def test_without_configuration_prints_usage(fakes: Path) -> None:
     done = launch(SCRIPTS[0], fakes)
     assert done.returncode == 2
