@@ -14,8 +14,8 @@ rest() {
   index=${PIP_INDEX_URL:-$("$python" -m pip config get global.index-url 2>/dev/null || echo https://pypi.org/simple)}
   versions=$(grep --invert-match '^torch==' constraints.txt)
   "${pip[@]}" --no-deps "$@" "$(grep '^uv==' <<<"$versions")"
-  UV_HTTP_TIMEOUT=20 "$python" -m uv pip install --quiet --python "$python" --default-index "$index" --no-deps \
-    --requirement - 'setuptools>=77' <<<"$versions" ||
+  UV_HTTP_TIMEOUT=20 "$python" -m uv pip install --quiet --system-certs --python "$python" --no-deps \
+    --default-index "$index" --requirement - 'setuptools>=77' <<<"$versions" ||
     "${pip[@]}" --no-deps "$@" --requirement <(echo "$versions") 'setuptools>=77'
   "${pip[@]}" --no-deps "$@" --no-build-isolation --editable .
 }
