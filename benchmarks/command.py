@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-from collections.abc import Callable
+import shlex
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,11 @@ def script(main: Callable[[list[str] | None], Any]) -> Callable[..., int]:
 def parser(name: str, doc: str | None) -> Parser:
     """The parser of benchmarks/NAME.py, with the script's docstring as its help."""
     return Parser(prog=f"python -m benchmarks.{name}", description=doc)
+
+
+def typed(name: str, argv: Sequence[str] | None) -> str:
+    """The command that runs benchmarks/NAME.py with these words; None: those of this process."""
+    return shlex.join(["python", "-m", f"benchmarks.{name}", *(sys.argv[1:] if argv is None else argv)])
 
 
 def number(least: float, multiple: int | None = None) -> Callable[[str], Any]:

@@ -12,7 +12,6 @@ lies in the folder of results is not trained again; one that was cut off goes on
 from __future__ import annotations
 
 import json
-import shlex
 import statistics
 import sys
 import time
@@ -21,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import RESULTS, folder, number, parser, script, write
+from benchmarks.command import RESULTS, folder, number, parser, script, typed, write
 from benchmarks.study import corpus as texts
 from benchmarks.study import evaluation, queue
 from benchmarks.study.rows import SEEDS, SIZES, Row, rows
@@ -150,7 +149,7 @@ def main(argv: list[str] | None = None) -> None:
     begin, cuda, size = time.monotonic(), torch.cuda.is_available(), SIZES[args.size]
     length, tokens = args.length or size.length, args.tokens or size.tokens
     text = texts.ready(args.corpus, args.bytes, size.vocab - 1, args.work)
-    command = shlex.join(["python", "-m", "benchmarks.documents", *(sys.argv[1:] if argv is None else argv)])
+    command = typed("documents", argv)
     known = {row.kind.name: row.kind for row in rows(args.size)}
     jobs, files = [], []
     for method in args.methods:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import sys
 import time
 from collections import Counter
@@ -27,7 +26,7 @@ from typing import Any
 
 import orjson
 
-from benchmarks.command import RESULTS, folder, number, parser, script, write
+from benchmarks.command import RESULTS, folder, number, parser, script, typed, write
 from benchmarks.gentle_start import flops_per_token
 from benchmarks.study import corpus as texts
 from benchmarks.study import queue
@@ -267,7 +266,7 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--output", type=folder, default=RESULTS, help="results; default: benchmarks/results")
     args = options.parse_args(argv)
     begin, cuda, size = time.monotonic(), torch.cuda.is_available(), SIZES[args.size]
-    command = shlex.join(["python", "-m", "benchmarks.domain", *(sys.argv[1:] if argv is None else argv)])
+    command = typed("domain", argv)
     text = texts.ready(args.corpus, args.bytes, size.vocab - 1, args.work)
     paths = ready(args.corpus, args.bytes, text)
     kind = next(row.kind for row in rows(args.size) if row.kind.name == "vanilla")

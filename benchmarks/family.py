@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import add_output, folder, number, parser, script, write
+from benchmarks.command import add_output, folder, number, parser, script, typed, write
 from benchmarks.report import origin
 from megaponder.data.indexed import read_index
 from megaponder.errors import UserError
@@ -193,7 +193,7 @@ def main(argv: list[str] | None = None) -> None:
     right = [sum(tree_.get(child) == parent for child, parent in PARENTS.items()) for tree_ in (said, guessed)]
     truth = branches(told, PARENTS)
     apart = [len(truth & branches(told, edges)) for edges in (said, guessed)]
-    command = shlex.join(["python", "-m", "benchmarks.family", *(sys.argv[1:] if argv is None else argv)])
+    command = typed("family", argv)
     verdict = next(c for c in lied.checks if lied.nodes[c.child].name == FALSE)
     report = [
         "# The tree of a real family", "",

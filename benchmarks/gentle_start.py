@@ -12,7 +12,6 @@ the folder of results is not run again.
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -20,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import RESULTS, folder, number, parser, script, write
+from benchmarks.command import RESULTS, folder, number, parser, script, typed, write
 from benchmarks.study import corpus as texts
 from benchmarks.study import queue
 from benchmarks.study.rows import ORDER, SEEDS, SIZES, STEPS, Row, rows
@@ -156,7 +155,7 @@ def main(argv: list[str] | None = None) -> None:
     args = options.parse_args(argv)
     begin, cuda = time.monotonic(), torch.cuda.is_available()
     size = SIZES[args.size]
-    command = shlex.join(["python", "-m", "benchmarks.gentle_start", *(sys.argv[1:] if argv is None else argv)])
+    command = typed("gentle_start", argv)
     text = texts.ready(args.corpus, args.bytes, size.vocab - 1, args.work)
 
     def together(jobs: list[queue.Job]) -> None:

@@ -15,9 +15,7 @@ and .png.
 
 from __future__ import annotations
 
-import itertools
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -30,7 +28,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.command import add_output, folder, number, parser, script, write
+from benchmarks.command import add_output, folder, number, parser, script, typed, write
 from benchmarks.study import corpus as texts
 from megaponder.errors import UserError
 from megaponder.monitor import jsonl
@@ -106,35 +104,33 @@ def kill_last_rank(job: subprocess.Popen[bytes], run: Path, world: int, step: in
     return {"reached": max(rows(run)), "seconds_to_the_end": time.monotonic() - begin, "exit_code": code}
 
 
-def differences(want: dict[int, dict[str, Any]], got: dict[int, dict[str, Any]]) -> dict[int, float]:
-    """Relative difference of the loss by step; UserError unless both have the same steps, each once."""
+def summary(want: dict[int, dict[str, Any]], got: dict[int, dict[str, Any]], resumed: int) -> dict[str, Any]:
+    """Both series of losses, and how far they lie apart before and after step `resumed`, relative to the first;
+    UserError unless both have the same steps."""
     if list(want) != list(got):
         raise UserError(
             f"the runs have different steps: {len(want)} up to {max(want)}, and {len(got)} up to {max(got)}."
         )
-    return {step: abs(got[step]["loss"] - row["loss"]) / abs(row["loss"]) for step, row in want.items()}
-
-
-def summary(want: dict[int, dict[str, Any]], got: dict[int, dict[str, Any]], resumed: int) -> dict[str, Any]:
-    """Both series of losses, and how far they lie apart before and after step `resumed`."""
-    apart = differences(want, got)
+    apart = {step: abs(got[step]["loss"] - row["loss"]) / abs(row["loss"]) for step, row in want.items()}
     parts = {
         "before": [d for s, d in apart.items() if s <= resumed],
         "after": [d for s, d in apart.items() if s > resumed],
     }
-    validation = [
-        (s, want[s]["validation_loss"], got[s].get("validation_loss")) for s in want if "validation_loss" in want[s]
-    ]
     return {
-        "largest": {name: max(part, default=0.0) for name, part in parts.items()},
-        "mean": {name: sum(part) / max(1, len(part)) for name, part in parts.items()},
-        "validation": validation,
+        "steps": list(want),
         "loss": {
             "whole": [row["loss"] for row in want.values()],
             "interrupted": [row["loss"] for row in got.values()],
         },
-        "steps": list(want),
-    }  # fmt: skip
+        "apart": list(apart.values()),
+        "largest": {name: max(part, default=0.0) for name, part in parts.items()},
+        "mean": {name: sum(part) / max(1, len(part)) for name, part in parts.items()},
+        "validation": [
+            (s, row["validation_loss"], got[s].get("validation_loss"))
+            for s, row in want.items()
+            if "validation_loss" in row
+        ],
+    }
 
 
 def report(found: dict[str, Any], origin: str) -> str:
@@ -170,12 +166,17 @@ def figure(found: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     drawn, (losses, apart) = pyplot.subplots(2, 1, figsize=(7, 5), sharex=True, height_ratios=[2, 1])
-    whole, got = found["loss"]["whole"], found["loss"]["interrupted"]
-    losses.plot(found["steps"], whole, color="0.6", linewidth=3, label=f"never stopped ({found['layouts'][0]})")
-    losses.plot(found["steps"], got, color="#d55e00", linewidth=1, label=f"killed, then {found['layouts'][1]}")
-    apart.plot(
-        found["steps"], [abs(a - b) / abs(a) for a, b in zip(whole, got, strict=True)], color="#0072b2", linewidth=1
+    losses.plot(
+        found["steps"], found["loss"]["whole"], color="0.6", linewidth=3, label=f"never stopped ({found['layouts'][0]})"
     )
+    losses.plot(
+        found["steps"],
+        found["loss"]["interrupted"],
+        color="#d55e00",
+        linewidth=1,
+        label=f"killed, then {found['layouts'][1]}",
+    )
+    apart.plot(found["steps"], found["apart"], color="#0072b2", linewidth=1)
     apart.set_yscale("symlog", linthresh=1e-8)
     for axis in (losses, apart):
         axis.axvspan(found["resumed"], found["reached"], color="#d55e00", alpha=0.15, label="done again")
@@ -241,19 +242,18 @@ def main(argv: list[str] | None = None) -> None:
         )
         found = kill_last_rank(start(stopped, layouts[0]), stopped, args.processes, args.kill)
         say(f"  the job ended {found['seconds_to_the_end']:.1f} s later\n{stopped}: {args.layouts[1]} ...")
-        before, begin = rows(stopped), time.time()
         finished(start(stopped, layouts[1]), stopped)
     finally:
-        for job in itertools.filterfalse(lambda job: job.poll() is not None, jobs):
-            os.killpg(job.pid, signal.SIGTERM)
-            job.wait()
+        for job in jobs:
+            if job.poll() is None:
+                os.killpg(job.pid, signal.SIGTERM)
+                job.wait()
     after = rows(stopped)
     resumed = found["reached"] - len(rows(stopped, jsonl.SUPERSEDED))
-    command = shlex.join(["python", "-m", "benchmarks.interrupted", *(sys.argv[1:] if argv is None else argv)])
+    command = typed("interrupted", argv)
     found |= summary(rows(whole), after, resumed) | {
         "name": name, "command": command, "layouts": args.layouts, "processes": args.processes, "resumed": resumed,
-        "seconds_to_go_on": after[resumed + 1].get("start_seconds", time.time() - begin), "corpus": text.files,
-        "losses_lost": [before[step]["loss"] for step in before if step > resumed],
+        "seconds_to_go_on": after[resumed + 1]["start_seconds"], "corpus": text.files,
     }  # fmt: skip
     told = report(found, origin())
     write(args.output, f"interrupted-{name}", found, told)

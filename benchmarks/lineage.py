@@ -10,8 +10,6 @@ families and within, and the tree of all models is compared with the truth.
 
 from __future__ import annotations
 
-import shlex
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -20,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.command import add_output, folder, number, parser, script, write
+from benchmarks.command import add_output, folder, number, parser, script, typed, write
 from benchmarks.report import origin
 from megaponder.config.schema import DataConfig, ModelConfig, PonderConfig, RunConfig
 from megaponder.data.indexed import read_index
@@ -193,7 +191,7 @@ def main(argv: list[str] | None = None) -> None:
     undirected = sum(frozenset(p) in neither for p in said.items())
     whole = [sorted(names[i].split("/")[0] for i in members) for members in found.families]
     pure = "each of one seed" if all(len(set(seeds)) == 1 for seeds in whole) else "and some mix seeds"
-    command = shlex.join(["python", "-m", "benchmarks.lineage", *(sys.argv[1:] if argv is None else argv)])
+    command = typed("lineage", argv)
     drawn = "\n".join(tree.lines(found))
     report = [
         "# Lineage scores of models whose lineage is known", "",

@@ -17,7 +17,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import RESULTS, folder, number, parser, script, write
+from benchmarks.command import RESULTS, folder, number, parser, script, typed, write
 from benchmarks.study import corpus as texts
 from benchmarks.study import queue
 from benchmarks.study.rows import SEEDS, SIZES, Row, rows
@@ -221,7 +220,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.corpus is None:
             raise UserError("--corpus is missing: name a folder with train.jsonl and heldout.jsonl.")
         text = texts.ready(args.corpus, args.bytes, SIZES[args.size].vocab - 1, args.work)
-        command = shlex.join(["python", "-m", "benchmarks.transfer", *(sys.argv[1:] if argv is None else argv)])
+        command = typed("transfer", argv)
         jobs = [
             job(p, text, args.work, place / f"{p.name}.json", cuda, command)
             for p in wanted

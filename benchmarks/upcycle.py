@@ -13,7 +13,6 @@ CORPUS is a folder as for `benchmarks.study`.  What is in the folder of results 
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import RESULTS, folder, number, parser, script, write
+from benchmarks.command import RESULTS, folder, number, parser, script, typed, write
 from benchmarks.gentle_start import flops_per_token, job
 from benchmarks.study import corpus as texts
 from benchmarks.study import queue
@@ -224,7 +223,7 @@ def main(argv: list[str] | None = None) -> None:
     args = options.parse_args(argv)
     begin, cuda = time.monotonic(), torch.cuda.is_available()
     size = SIZES[args.size]
-    command = shlex.join(["python", "-m", "benchmarks.upcycle", *(sys.argv[1:] if argv is None else argv)])
+    command = typed("upcycle", argv)
     text = texts.ready(args.corpus, args.bytes, size.vocab - 1, args.work)
     sizes = by_kind(args.corpus, args.bytes, text)
 

@@ -20,14 +20,13 @@ With --flops each row has as many tokens as so many training FLOPs buy, and the 
 from __future__ import annotations
 
 import fnmatch
-import shlex
 import signal
 import sys
 import time
 from functools import partial
 from pathlib import Path
 
-from benchmarks.command import RESULTS, folder, number, parser, script
+from benchmarks.command import RESULTS, folder, number, parser, script, typed
 from benchmarks.study import answers, queue, report
 from benchmarks.study import corpus as texts
 from benchmarks.study import run as rows_run
@@ -127,7 +126,7 @@ def main(argv: list[str] | None = None) -> None:
         f"{text.train_tokens:,} tokens, so {epochs} epochs; ready after {time.monotonic() - begin:.0f} s."
     )
     cuda = torch.cuda.is_available()
-    words = shlex.join(["python", "-m", "benchmarks.study", *(sys.argv[1:] if argv is None else argv)])
+    words = typed("study", argv)
     jobs = []
     for row in wanted:
         out, run = args.out / f"{row.name}.json", args.work / row.name
