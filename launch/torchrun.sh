@@ -78,7 +78,7 @@ command -v "${launcher[0]}" >/dev/null || refuse "LAUNCHER = '${launcher[0]}': t
 asked=0 # exit code for a signal that ends the ranks before they can write their own
 due='' woken=''
 pass_on() {
-  if [ -n "$due" ] && [ -n "${!:-}" ]; then # there is a child; it may have ended
+  if [ -n "$due" ] && [ -e "$own/heeds" ]; then # there is a child that a signal reaches; it may have ended
     kill "-$due" "$!" 2>/dev/null || true
     due=''
   fi
@@ -90,10 +90,12 @@ trap 'woken=1; touch "$MEGAPONDER_REQUEUE_FILE"' USR1 USR2
 # Without the --, torchrun under Python 3.12 and older reads our --run as an abbreviation of one of its options.
 (
   trap '' USR1 USR2 # Slurm may send them to every process of a step
+  : >"$own/heeds" # until here it has this script's traps, and a signal to it is lost
   exec "${launcher[@]}" "${rendezvous[@]}" --nproc-per-node "$nproc_per_node" -m -- megaponder train "$@"
 ) &
 child=$!
-pass_on # what came before there was a child
+while [ ! -e "$own/heeds" ] && kill -0 "$child" 2>/dev/null; do sleep 0.02; done
+pass_on # what came before
 
 until
   woken='' code=0
